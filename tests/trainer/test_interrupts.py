@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -586,3 +587,14 @@ def test_an_optimizer_interrupted_between_its_step_and_its_log() -> None:
         training.assert_published(store)
 
     raising_at_each_line([adamw.DeltaAdamW._step_by_torch], operation)
+
+
+def test_a_thread_of_an_abandoned_capture_writes_to_nothing_that_counts() -> None:
+    before, after = {"w": np.zeros(8, "float32")}, {"w": np.ones(8, "float32")}
+    detector = detectors.HostDetector()
+    detector.bind(ModelView(before))
+    detector.load(ModelView(before))
+    late = detector.detect(ModelView(after), 1 << 20)
+    digest = detector.load(ModelView(before))
+    late()
+    assert full.digest_of(detector.state) == digest

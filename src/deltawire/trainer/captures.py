@@ -275,7 +275,7 @@ class Stream:
     """
 
     def __init__(self, captures: Captures, source: Source, compared: Compared | None) -> None:
-        self._captures, self._detector = captures, captures.detector
+        self._captures, self._detector, self._write = captures, captures.detector, captures.detector.writer()
         self._source, self._compared = source, compared
         self._base = None if captures.alone else captures.digest
 
@@ -313,7 +313,7 @@ class Stream:
             nonlocal digest
             coded.append(encode_block(changes, encoding, self._detector.region))
             # encoded against the old bits, so they may go now
-            self._detector.write(changes)
+            self._write(changes)
             digest += digest_shift(changes)
 
         sparse: list[Change] = []

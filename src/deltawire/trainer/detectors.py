@@ -129,10 +129,10 @@ class Detector(Protocol):
         """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
         return done(work())
 
-    def write(self, changes: Sequence[Change]) -> None:
-        """Take over a part of the model: the rest stays as it was captured last. Only in host memory; elsewhere `load`
-        takes over all of it."""
-        return
+    def writer(self) -> Callable[[Sequence[Change]], None]:
+        """What takes over a part of the model: the rest stays as it was captured last. Only in host memory; elsewhere
+        `load` takes over all of it. After another `load` it writes to nothing that is looked at."""
+        return lambda changes: None
 
     def close(self) -> None:
         """Stop the thread, if it has one."""
@@ -197,10 +197,10 @@ class HostDetector(Detector):
             budget -= sum(change.nbytes for change in changes)
             if budget < 0:
                 raise TooLarge
-        found = Found(changed, total)
+        found, write = Found(changed, total), self.writer()
 
         def take() -> Later[Found]:
-            for_each(self.write, changed, threads_for(found.count))
+            for_each(write, changed, threads_for(found.count))
             return done(found)
 
         return take
@@ -208,9 +208,14 @@ class HostDetector(Detector):
     def region(self, region: Region) -> Bits:
         return self.state.region(region)
 
-    def write(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            change.write(self.state.bits(change.region.tensor.name))
+    def writer(self) -> Callable[[Sequence[Change]], None]:
+        state = self.state
+
+        def write(changes: Sequence[Change]) -> None:
+            for change in changes:
+                change.write(state.bits(change.region.tensor.name))
+
+        return write
 
 
 def default_detector(source: Source) -> Detector:

@@ -240,7 +240,11 @@ class Publisher:
 
     def _close(self, timeout: float | None, patience: float) -> None:
         self._pipeline.background.refuse_own_thread()
-        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+        if timeout is None:
+            # not `acquire`: as in `_in_turn`
+            with self._turn:
+                return self._uninterrupted(lambda: self._pipeline.close(None, patience))
+        if not self._turn.acquire(timeout=timeout):
             raise TimeoutError(f"another thread has not ended its publish to {self._store.url} within {timeout} s")
         try:
             self._uninterrupted(lambda: self._pipeline.close(timeout, patience))
