@@ -1,8 +1,9 @@
 """`make fuzz MODE=interrupt`: real signals at random moments into what publishes, syncs, keeps, prunes and follows.
 
-A case is a process of its own, forked from one that has imported everything. Publishers and replicas catch what their
-signal handlers raise and go on, as a notebook does; commands end by a signal, SIGKILL too, and are started again. In
-the end the bits must be the trainer's own. A process that does not end has hung; the stacks of its threads are shown.
+A case is a process of its own, forked from one that has imported everything. For the first half of the time each loads
+its kernels itself. Publishers and replicas catch what their signal handlers raise and go on, as a notebook does;
+commands end by a signal, SIGKILL too, and are started again. In the end the bits must be the trainer's own. A process
+that does not end has hung; the stacks of its threads are shown.
 
 The seed fixes weights, options, delays and signals. It cannot fix at which instruction a signal arrives: to see a
 finding again, repeat its case until the time is over (`--kind sync --number 7`).
@@ -471,11 +472,17 @@ HISTORY = history()
 
 
 def prepare(folder: Path) -> None:
-    """Runs to begin with. What cases need is compiled and loaded here, once: numba cannot go on where that was
-    interrupted."""
-    lease.SETTLE_S = 0.0
+    """Runs to begin with."""
     for encoding in ENCODINGS:
         publish(LocalStore(folder / encoding), HISTORY, encoding=encoding, anchor_ratio=1e9)
+    shutil.copytree(folder / "packed", folder / "kept")
+    done("keep", folder / "kept", "--once", "--since", 0, "--anchor-every", 4)
+    check_run(LocalStore(folder / "kept"))
+
+
+def load_kernels(folder: Path) -> None:
+    """Load what cases need: those from now on meet their signals elsewhere."""
+    for encoding in ENCODINGS:
         live = {name: t.float() if t.dtype == torch.bfloat16 else t.clone() for name, t in HISTORY[0].items()}
         for version in (0, 1):
             Replica(LocalStore(folder / encoding), heartbeat=0).sync(live, version)
@@ -486,9 +493,6 @@ def prepare(folder: Path) -> None:
                 trainer.publish(wait=wait)
             trainer.publisher.close()
             Replica(trainer.publisher.url, heartbeat=0).sync(replica_model(trainer))
-    shutil.copytree(folder / "packed", folder / "kept")
-    done("keep", folder / "kept", "--once", "--since", 0, "--anchor-every", 4)
-    check_run(LocalStore(folder / "kept"))
     while threading.active_count() > 1:
         time.sleep(0.01)
 
@@ -529,6 +533,7 @@ def fuzz(minutes: float, seed: int, kinds: list[str], number: int | None, most: 
     """Cases of all kinds in turn until the time is over or `most` findings are there."""
     began = told = time.monotonic()
     end = began + 60 * minutes
+    lease.SETTLE_S, are_loaded = 0.0, False
     tallies = {kind: Counter[str](cases=0, signals=0, interrupted=0, wrong=0, hung=0) for kind in kinds or CASES}
     findings: list[dict[str, Any]] = []
     spent = dict.fromkeys(tallies, 0.0)
@@ -537,8 +542,12 @@ def fuzz(minutes: float, seed: int, kinds: list[str], number: int | None, most: 
         contextlib.suppress(KeyboardInterrupt),
         tempfile.TemporaryDirectory(prefix="deltawire-fuzz-", dir=memory) as folder,
     ):
-        prepare(Path(folder))
+        preparing = Process(lambda: prepare(Path(folder)))
+        require(preparing.ended(3 * LIMIT_S) == 0, preparing.said())
         while time.monotonic() < end and len(findings) < most:
+            if not are_loaded and time.monotonic() > end - 30 * minutes:
+                load_kernels(Path(folder))
+                are_loaded = True
             # as much time for each
             kind, clock = min(spent, key=spent.__getitem__), time.monotonic()
             tally = tallies[kind]

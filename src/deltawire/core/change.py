@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from . import digest
+from .compiled import njit
 from .dtypes import Bits, lookup, read_only
 from .errors import SchemaMismatch
 from .scatter import gather as _gather

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
-from numba import njit
 
+from .compiled import njit
 from .dtypes import Bits, read_only
 from .scatter import place
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from .compiled import njit
 from .simd import prefetch
 
 _AHEAD = 128

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from .compiled import njit
 from .dtypes import Bits, Dtype, read_only
 from .scatter import gather, scatter
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ..core.change import Change, Region, compare, digest_shift
+from ..core.compiled import njit
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor
 
 from ..core.change import Change, Region
+from ..core.compiled import njit
 from ..core.dtypes import Bits, lookup
 from ..core.parallel import for_each
 from .plan import TILE, Plan, Segment

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ..core.change import Change, Region, no_change, pieces
+from ..core.compiled import njit
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ..core.change import Change, Region, RegionMoves
+from ..core.compiled import njit
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source

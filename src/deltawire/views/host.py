@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ..core.change import Region, pieces, whole
+from ..core.compiled import njit
 from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.parallel import for_each, threads_for

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves, Units, joined
+from ..compiled import njit
 from ..dtypes import lookup, read_only
 from ..errors import CorruptStream, CountMismatch, PositionError
 from ..simd import LANES, equal_mask, trailing_zeros

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.compiled import njit
 from ...replica.shard import Piece, Places
 from .placement import Standing, storage
 

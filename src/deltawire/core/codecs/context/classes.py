@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, njit, uint8, uint16, uint32, uint64
+from numba import int64, uint8, uint16, uint32, uint64
 
+from ...compiled import njit
 from ...simd import LANES, LEAN, classify, equal_mask, popcount, prefetch, trailing_zeros
 
 CHUNK = 128

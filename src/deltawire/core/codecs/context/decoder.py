@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ...change import Change
+from ...compiled import njit
 from ...dtypes import Bits, lookup
 from ...errors import CorruptStream, CountMismatch
 from ...parallel import ordered_map

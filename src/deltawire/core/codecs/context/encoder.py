@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ...change import Change, Units
+from ...compiled import njit
 from ...dtypes import lookup
 from ...errors import PositionError
 from ...simd import LEAN

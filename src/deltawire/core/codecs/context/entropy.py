@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, uint64
+from numba import uint64
 
+from ...compiled import njit
 from ...simd import LEAN, leading_zeros
 
 PRECISION = 14

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from ...compiled import njit
 from ...dtypes import Dtype
 from ...errors import CorruptStream, CountMismatch
 from ...simd import LEAN

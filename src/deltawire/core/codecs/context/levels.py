@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from ...compiled import njit
 from ...simd import LEAN
 from .classes import COLUMN_NEUTRAL, DEAD, LEVELS, ROW_NEUTRAL, Table, changes_by_line
 from .head import LEVEL_HEAD

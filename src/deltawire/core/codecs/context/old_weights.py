@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ...change import Change, Region
+from ...compiled import njit
 from ..base import Before
 from .classes import (
     CHUNK,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
+from ...compiled import njit
 from ...errors import CorruptStream, CountMismatch, FormatError, PositionError
 from ...simd import LEAN
 from .classes import CLASSES

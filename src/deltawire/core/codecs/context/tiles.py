@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from ...compiled import njit
 from ...dtypes import Bits
 from .classes import CHUNK, COLUMN_NEUTRAL, ROW_NEUTRAL
 

@@ -1,0 +1,38 @@
+"""Kernels that numba compiles, or loads from its cache, where no signal can interrupt that.
+
+Numba and LLVM take locks while they load a kernel, and a signal handler that raises there leaves them taken: the next
+call of any kernel would wait for ever. Handlers run in the main thread, so a kernel is loaded in another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import numba
+import numpy.ma  # noqa: F401 - the first call of a kernel imports it, in the thread of the call
+
+from .parallel import Later
+
+
+def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` for a kernel whose first call may be interrupted. Called again, it is there or still loading."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        kernel = numba.njit(**options)(function)
+        load = kernel._compile_for_args
+
+        @wraps(load)
+        def load_undisturbed(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return load(*arguments)
+            loaded = Later[Any]()
+            loaded.begin(partial(load, *arguments), "deltawire-kernel")
+            return loaded.result()
+
+        kernel._compile_for_args = load_undisturbed
+        return kernel
+
+    return decorate
