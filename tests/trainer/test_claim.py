@@ -454,6 +454,18 @@ def test_a_publisher_that_is_taken_over_between_two_publishes_says_so(
     assert verified(bucket, models[:2]) == 2
 
 
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("sign", [None, SigningKey.generate()])
+def test_a_publisher_that_may_not_sign_replaces_nobody(bucket: Store, sign: SigningKey | None) -> None:
+    models, key = history(3), SigningKey.generate()
+    with Publisher(bucket, sign=key) as old:
+        old.publish(models[0]).result(60)
+        with pytest.raises(NotTheSigner):
+            Publisher(bucket, sign=sign, takeover=True)
+        old.publish(models[2]).result(60)
+    assert Run.open(bucket, trust=(key.public,)).newest() == 1
+
+
 # ── renewals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

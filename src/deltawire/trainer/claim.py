@@ -92,7 +92,7 @@ class Claim:
     """The right of one publisher to write to its run. `take` does the first request; `drop` may be called anywhere."""
 
     def __init__(self, takeover: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._takeover, self._sleep = takeover, sleep
+        self.takeover, self._sleep = takeover, sleep
         self._run: Run
         self._mine: Writer | None = None
         """What writer.json says of us; None before `take`."""
@@ -197,7 +197,7 @@ class Claim:
             log.info("this publisher of %s replaces an earlier one of this process", url)
             older._replaced()
             return found, True
-        if self._takeover:
+        if self.takeover:
             log.warning("taking %s over from %s", url, writer)
             return found, False
         age = self._run.age(keys.WRITER)

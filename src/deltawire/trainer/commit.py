@@ -79,51 +79,24 @@ class Committer:
         self._seen: AddedLink | None = None
         """The newest anchor of a keeper that was found in the bucket."""
         self.versions, self.newest = versions, newest
-        self._rotations = self._take_over()
+        self._rotations = _rotations(run, newest, signing)
 
     @classmethod
     def open(cls, run: Run, files: Companions, claim: Claim, signing: Signing | None = None) -> Committer:
         """Take the run and read its summaries. Raises WriterConflict where another publisher writes to it."""
+        if claim.takeover:
+            # nobody is replaced by a publisher that may not sign
+            _rotations(run, _newest(run, signing), signing)
         claim.take(run)
         try:
             if not claim.excludes:
                 _keep_run(run)
-            try:
-                newest = run.newest()
-            except SignatureError as error:
-                if signing is None:
-                    raise
-                raise NotTheSigner(
-                    f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
-                    "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
-                ) from error
-            versions = run.timeline(newest) if newest is not None else {}
-            return cls(run, files, claim, signing, versions, None if newest is None else run.manifest(newest))
+            newest = _newest(run, signing)
+            versions = run.timeline(newest.version) if newest is not None else {}
+            return cls(run, files, claim, signing, versions, newest)
         except BaseException:
             claim.release()
             raise
-
-    def _take_over(self) -> tuple[Endorsement, ...]:
-        """Return the rotations to state in the next versions. Raises NotTheSigner if this key may not sign them."""
-        newest, url = self.newest, self.run.store.url
-        if self._signing is None:
-            if newest is not None and newest.signer:
-                raise NotTheSigner(
-                    f"version {newest.version} of {url} is signed by {newest.signer}: publish with that key "
-                    "(sign=PATH, or DELTAWIRE_SIGN), or to an address of its own"
-                )
-            return ()
-        key, next_key = self._signing.key, self._signing.next_key
-        found = () if newest is None else newest.rotations
-        before = {key.public} if newest is None else {newest.signer}
-        if key.public not in endorsed(NEXT_KEY, self.run.info.run, before, found):
-            raise NotTheSigner(
-                f"{url} is signed by {newest.signer if newest else ''}, which has not named {key.public} as the "
-                "next key: publish a version with the old key and next_key= first"
-            )
-        if next_key in ("", key.public) or (found and (found[-1].by, found[-1].key) == (key.public, next_key)):
-            return found
-        return (*found, key.endorse(NEXT_KEY, self.run.info.run, next_key))
 
     @property
     def versions_of_key(self) -> dict[int, Summary]:
@@ -252,6 +225,42 @@ class Committer:
         # a page may span more numbers than there are versions
         numbers = range(start, end) if end - start <= len(self.versions) else self.versions
         return tuple(self.versions[v] for v in numbers if start <= v < end and v in self.versions)
+
+
+def _newest(run: Run, signing: Signing | None) -> Manifest | None:
+    """Manifest of the newest version; None before the first. Raises NotTheSigner where its signature is not good."""
+    try:
+        version = run.newest()
+    except SignatureError as error:
+        if signing is None:
+            raise
+        raise NotTheSigner(
+            f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
+            "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
+        ) from error
+    return None if version is None else run.manifest(version)
+
+
+def _rotations(run: Run, newest: Manifest | None, signing: Signing | None) -> tuple[Endorsement, ...]:
+    """Return the rotations to state in the next versions. Raises NotTheSigner if this key may not sign them."""
+    if signing is None:
+        if newest is not None and newest.signer:
+            raise NotTheSigner(
+                f"version {newest.version} of {run.store.url} is signed by {newest.signer}: publish with that key "
+                "(sign=PATH, or DELTAWIRE_SIGN), or to an address of its own"
+            )
+        return ()
+    key, next_key = signing.key, signing.next_key
+    found = () if newest is None else newest.rotations
+    before = {key.public} if newest is None else {newest.signer}
+    if key.public not in endorsed(NEXT_KEY, run.info.run, before, found):
+        raise NotTheSigner(
+            f"{run.store.url} is signed by {newest.signer if newest else ''}, which has not named {key.public} as the "
+            "next key: publish a version with the old key and next_key= first"
+        )
+    if next_key in ("", key.public) or (found and (found[-1].by, found[-1].key) == (key.public, next_key)):
+        return found
+    return (*found, key.endorse(NEXT_KEY, run.info.run, next_key))
 
 
 def _keep_run(run: Run) -> None:
