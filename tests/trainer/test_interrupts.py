@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from detector_support import Decoder, Trainer, raw, replica_model  # noqa: E402
-from test_claim import Unconditional  # noqa: E402
+from test_claim import Unconditional, owner  # noqa: E402
 
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
@@ -548,6 +548,31 @@ def test_a_commit_at_every_line(refuses: bool, monkeypatch: pytest.MonkeyPatch) 
         assert places[-1] == len(versions) - 1
 
     raising_at_each_line([commit.Committer, claim.Claim.check, claim.Claim.confirm], operation)
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["put-if-absent", "claim"])
+def test_a_claim_at_every_line(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program takes the run again, from itself, and leaves it to the next one when it has closed."""
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.02")
+    weights = history(3, changes=9)
+
+    def operation(interrupted: Interrupted) -> None:
+        store, made = memory(), list[Publisher]()
+        run = store if refuses else Unconditional(store)
+        with Publisher(run) as before:
+            before.publish(weights[0], wait=True)
+        interrupted(lambda: made.append(Publisher(run)))
+        publisher = made[0] if made else Publisher(run)
+        publisher.publish(weights[1], wait=True)
+        interrupted(publisher.close)
+        publisher.close()
+        assert owner(store).ended, owner(store)
+        with Publisher(run) as after:
+            after.publish(weights[2], wait=True)
+        assert_published(store, weights)
+
+    places = raising_at_each_line([claim.Claim], operation)
+    assert {"take", "_until_free", "release", "drop"} <= {place.code.co_name for place in places}
 
 
 def test_interrupted_commits_are_found_again() -> None:
