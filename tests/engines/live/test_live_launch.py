@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.core.errors import RunNotFound, SchemaMismatch
-from deltawire.core.full import Checkpoint, digest_of
+from deltawire.core.errors import FolderError, RunNotFound, SchemaMismatch
+from deltawire.core.full import Checkpoint, digest_of, write_checkpoint
 from deltawire.engines.live import launch
 from deltawire.engines.live.launch import write_version
 from deltawire.engines.options import ServerOptions
+from deltawire.models import ModelView
 from deltawire.trainer import Publisher
 from support import model
 
@@ -101,6 +102,13 @@ def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
         write_version(str(tmp_path / "bare"), None, tmp_path / "place")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
+    (tmp_path / "own").mkdir()
+    write_checkpoint(tmp_path / "own", ModelView(model(7)))
+    (tmp_path / "own" / "config.json").touch()
+    own = digest_of(Checkpoint(tmp_path / "own"))
+    with pytest.raises(FolderError, match="not written by deltawire serve"):
+        write_version(run, None, tmp_path / "own")
+    assert digest_of(Checkpoint(tmp_path / "own")) == own
     with pytest.raises(SchemaMismatch, match="not a checkpoint folder"):
         write_version(run, None, tmp_path / "other")
     with pytest.raises(RunNotFound):

@@ -17,7 +17,7 @@ from ...bucket.run import Run
 from ...bucket.versions import resolve
 from ...bucket.watch import wait_for_run
 from ...core import full
-from ...core.errors import SchemaMismatch
+from ...core.errors import FolderError, SchemaMismatch
 from ..names import model_name
 from ..options import ServerOptions
 from .supervise import become
@@ -90,6 +90,10 @@ def tokenizer_flags(
     return flags
 
 
+WRITTEN = ".deltawire"
+"""A file in each folder that `write_version` made: it may be replaced."""
+
+
 def write_version(run: str, version: int | str | None, place: Path, *, reference: str | Path | None = None) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
     opened = Run.open(run)
@@ -99,7 +103,13 @@ def write_version(run: str, version: int | str | None, place: Path, *, reference
             raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")
         if str(full.digest_of(full.Checkpoint(place))) == opened.manifest(want).digest:
             return want
+        if not (place / WRITTEN).exists():
+            raise FolderError(
+                f"{place} has other weights than version {want}, and was not written by deltawire serve, which "
+                "replaces only its own folders: name another folder, or remove that one"
+            )
     with checkpoint_folder.scratch(place) as made:
         checkpoint_folder.fill_for_engine(made, opened, want, resolver(reference))
+        (made / WRITTEN).touch()
         checkpoint_folder.move_into(made, place, replace=True)
     return want
