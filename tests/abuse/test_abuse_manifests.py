@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from forge import ForgedRun, join, nested, split, streams_of, with_indices, with_metadata, with_streams
+from forge import ForgedRun, edited_index, join, nested, split, streams_of, with_indices, with_metadata, with_streams
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
@@ -383,6 +383,31 @@ def test_beside_a_bad_anchor_the_deltas_still_lead_there(store: Store, name: str
     fresh = blank(run.versions[0])
     assert Replica(store, heartbeat=0).sync(fresh) == 2
     assert same(fresh, run.versions[2])
+
+
+# ── what a later release may write (docs/format.md, "What stays readable") ───────────────────────────────────────────
+
+
+def test_members_that_a_later_release_adds_are_ignored(store: Store) -> None:
+    run = ForgedRun(store)
+    run.edit_object(lambda data: with_metadata(data, later="1"))
+    run.edit_object(lambda data: edited_index(data, lambda index: index.update(later=1)))
+    run.edit_manifest(lambda m: m.update(later={"a": 1}))
+    run.edit_manifest(lambda m: m["links"][0].update(later=1))
+    run_json(store, lambda info: info.update(later=[1]))
+    for key in (keys.HEAD, keys.RUN):
+        store.put(key, json.dumps({**json.loads(store.get(key).data), "later": 1}).encode())
+    live = blank(run.versions[0])
+    assert Replica(store, heartbeat=0).sync(live) == 2
+    assert same(live, run.versions[2])
+
+
+def test_a_reader_takes_another_link_where_it_does_not_know_an_encoding(store: Store) -> None:
+    run = ForgedRun(store, last_has_anchor=True)
+    run.edit_object(lambda data: with_metadata(data, encoding="later"))
+    live = copy(run.versions[1])
+    assert Replica(store, heartbeat=0).sync(live) == 2
+    assert same(live, run.versions[2])
 
 
 # ── run.json ─────────────────────────────────────────────────────────────────────────────────────────────────────────
