@@ -500,7 +500,7 @@ class _Server:
     def guard(self) -> str:
         guard = "patch" if self.status.get("engine") == "builtin" else self.status.get("guard")
         _must(guard, "the layout of the weights is not known yet", "skipped")
-        dear = f"{guard}; every version costs a full load in the pause (docs/vllm.md says when)"
+        dear = f"{guard}; every version costs a full load in the pause (docs/vllm-patching.md says when)"
         _must(guard == "patch", dear, "warning")
         return "weights are patched in place"
 
