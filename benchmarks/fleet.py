@@ -235,7 +235,7 @@ def simulate(world: World) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """The lines of the table in docs/fleet.md."""
+    """The lines of the table in docs/fleet-cost.md."""
     lines = [
         "| weights | way | a version | per hour | between regions | requests | USD per hour | 99 % serve it after |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The tables of docs/fleet.md are what the simulation computes and the benchmarks found."""
+"""The tables of docs/fleet.md and docs/fleet-cost.md are what the simulation computes and the benchmarks found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_document_and_results_are_what_it_computes(simulation: Any) -> None:
     found = json.loads((ROOT / "benchmarks/results/fleet.json").read_text())
     assert json.loads(json.dumps(simulation.simulate(simulation.World()))) == found, "python benchmarks/fleet.py"
-    page = (ROOT / "docs/fleet.md").read_text()
+    page = (ROOT / "docs/fleet-cost.md").read_text()
     assert "\n".join(simulation.table(found)) in page
     # every assumption is in the text
     for name, value in found["assumptions"].items():
