@@ -138,7 +138,7 @@ class Run:
     ) -> Run:
         """Open a run.
 
-        Raises ModelTooLarge where it declares a larger model than `max_model_gb`, which is DELTAWIRE_MAX_MODEL_GB, or
+        Raises ModelTooLarge if it declares a larger model than `max_model_gb`, which is DELTAWIRE_MAX_MODEL_GB, or
         4000, by default. With `trust`, by default DELTAWIRE_TRUST, only versions that are signed by one of these keys
         are read.
         """
@@ -172,9 +172,9 @@ class Run:
     ) -> Run:
         """Create a run, with `base` one of adapters.
 
-        Of two creators exactly one wins, and the other opens what is there.
+        If two create it at once, exactly one succeeds, and the other opens that run.
 
-        Raises ForeignObject where there are versions of a run without run.json: two runs must not be mixed.
+        Raises ForeignObject if there are versions without run.json: two runs must not be mixed.
         """
         store = open_store(where)
         if next(iter(store.list(keys.VERSIONS)), None) is not None:
@@ -215,13 +215,13 @@ class Run:
     # ── small objects ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def get(self, key: str) -> bytes:
-        """Read a JSON object. Raises ObjectTooLarge where it is larger than anything it could be."""
+        """Read a JSON object. Raises ObjectTooLarge if it is larger than the limit of its kind."""
         return self.store.get(key, limit=keys.limit(key)).data
 
     def find(self, key: str, kind: type[R]) -> R | None:
-        """Read an object of this run; None where there is none, or one of a run that was at this address before.
+        """Read an object of this run; None if it is missing, or belongs to a run that was at this address before.
 
-        Raises ManifestError or ObjectTooLarge where it is damaged.
+        Raises ManifestError or ObjectTooLarge if it is damaged.
         """
         try:
             found = parse(self.get(key), kind, key)
@@ -230,7 +230,7 @@ class Run:
         return found if found.run == self.info.run else None
 
     def hint(self, key: str, kind: type[R]) -> R | None:
-        """Read an object of this run that nothing depends on: one that is damaged is logged, and is none."""
+        """Read an object of this run that nothing depends on. A damaged one is logged and read as None."""
         try:
             return self.find(key, kind)
         except (ManifestError, ObjectTooLarge) as error:
@@ -240,7 +240,7 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def anywhere(self, work: Callable[[], T]) -> T:
-        """Do what reads the run; once more with the next of several buckets where the one in use is damaged."""
+        """Call a function that reads the run; if the bucket in use is damaged, once more with the next one."""
 
         def leave(mirrors: MirroredStore) -> None:
             mirrors.leave()
@@ -263,7 +263,7 @@ class Run:
         version for which it holds. Prune never takes the newest one, so that version has a manifest. Where it has none,
         pruned.json is wrong, and the manifests are listed.
 
-        Raises RolledBack where a signed run ends before a version that was seen here.
+        Raises RolledBack if a signed run ends before a version that was seen here.
         """
         return self.anywhere(self._find_newest)
 
@@ -288,7 +288,7 @@ class Run:
         return found
 
     def head_hint(self) -> int | None:
-        """Return the version that head.json names; None where it is missing, unreadable or invalid."""
+        """Return the version that head.json names; None if it is missing, unreadable or invalid."""
         try:
             head = self.hint(keys.HEAD, Head)
         except StoreError as error:
@@ -439,14 +439,14 @@ class Run:
             return Pruned(self.info.run, ())
 
     def etag(self, key: str) -> str | None:
-        """Return the etag of an object; None where there is no object."""
+        """Return the etag of an object; None if there is no object."""
         try:
             return self.store.head(key).etag
         except ObjectNotFound:
             return None
 
     def age(self, key: str) -> float | None:
-        """Return the seconds since an object was written, by the store's clock; None where there is no object.
+        """Return the seconds since an object was written, by the store's clock; None if there is no object.
 
         Compares with an object that is written for the purpose. None as well where another reader of the clock has
         deleted that one: ask again later.

@@ -71,7 +71,7 @@ def watch(
     since   begin after this version; by default with the newest one
     poll    most seconds between two requests
     every   yield every version; by default only the newest if several are new
-    trust   public keys whose versions are yielded, as of a Replica; by default DELTAWIRE_TRUST
+    trust   public keys whose versions are yielded, as in a Replica; by default DELTAWIRE_TRUST
 
     Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced if another run is
     at the address.

@@ -22,12 +22,12 @@ __all__ = ["app", "main"]
 
 EXIT_CODES = """\b
 Exit codes
-  0    done; also what SIGTERM ended in order
+  0    done, or ended by SIGTERM
   1    failed
   2    used wrongly: an option, an address, a missing extra
   3    bad data, or a verification that failed
   4    not found: a run, a version, an object, a reference
-  5    trouble with the store
+  5    a failure of the store
   6    another writer was first, or the run is not what this writer published
   130  interrupted by Ctrl-C (SIGINT)
 """
@@ -112,8 +112,8 @@ def options(
       deltawire demo                           watch it work, here and now
       deltawire publish step-100 s3://runs/chat       the next version
       deltawire follow s3://runs/chat --dir models/chat
-      deltawire log s3://runs/chat             what there is, who follows
-      deltawire runs s3://runs                 which runs there are
+      deltawire log s3://runs/chat             versions and replicas
+      deltawire runs s3://runs                 all runs of a bucket
     """
     logger = logging.getLogger("deltawire")
     logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))

@@ -18,22 +18,23 @@ def command(
         "~/.cache/deltawire/objects"
     ),
     gigabytes: Annotated[
-        float, Option("--gb", metavar="GB", min=0.001, help="Of objects, at most; the least recently used go.")
+        float, Option("--gb", metavar="GB", min=0.001, help="Most GB of objects; the least recently used are deleted.")
     ] = 20.0,
     host: ui.HostOption = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = PORT,
     token_file: ui.TokenFileOption = None,
     json: ui.JsonOption = False,
 ) -> None:
     """Serve the objects of a run to the servers of one site.
 
-    Each object is fetched from the bucket once. The servers use it with
-    DELTAWIRE_CACHE=http://host:8330 in their environment and, where it has one,
-    its token in DELTAWIRE_CACHE_TOKEN. They check the hash of all that it sends,
-    and use the bucket where it is away, too slow, or wrong.
+    Each object is fetched from the bucket once. The servers use the cache with
+    DELTAWIRE_CACHE=http://host:8330 in their environment and, if it has a token,
+    DELTAWIRE_CACHE_TOKEN. They check the hash of every object, and use the bucket
+    if the cache is away, too slow, or wrong.
 
-    To listen on anything but this machine it needs a token (DELTAWIRE_TOKEN or
-    --token-file). Objects that are damaged in the folder are fetched again.
+    To listen on anything but this machine, the cache needs a token
+    (DELTAWIRE_TOKEN or --token-file). Objects that are damaged in the folder are
+    fetched again.
 
     \b
     Examples

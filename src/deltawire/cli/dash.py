@@ -51,7 +51,7 @@ def command(
     to a public bucket: --every writes it again, and an open page takes the new
     figures. Nothing is written to the bucket.
 
-    To listen on anything but this machine it needs a token (DELTAWIRE_TOKEN or
+    To listen on anything but this machine, set a token (DELTAWIRE_TOKEN or
     --token-file). The page asks for it, or takes it from #token=… in its address.
 
     \b

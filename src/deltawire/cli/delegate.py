@@ -18,8 +18,8 @@ def command(
     """Let a keeper add anchors and skip deltas to a signed run.
 
     Replicas that trust the run's key then also accept links that are signed with
-    the keeper's key. So that key is trusted with the weights: whoever has it can
-    sign an anchor of any version with other weights, made to have its digest.
+    the keeper's key. So that key is trusted with the weights: its holder can sign
+    an anchor of any version with other weights, made to have its digest.
     Keep it as safe as the run's own. `deltawire verify` finds such an anchor, and
     servers with --refuse-delegated use none. The key can sign no version, config
     or tokenizer. The statement is written to the run, where the keeper finds it.

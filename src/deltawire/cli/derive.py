@@ -37,9 +37,9 @@ def command(
     one it was derived from and its digest, and `verify RUN2 --source RUN`
     computes all of them again.
 
-    It may be killed at any time and continues where RUN2 ends. Needs memory for
-    the weights of both runs, and no GPU. --trust is for RUN; RUN2 is signed where
-    DELTAWIRE_SIGN names a key.
+    The command may be killed at any time; the next one continues where RUN2 ends.
+    It needs memory for the weights of both runs, and no GPU. --trust is for RUN;
+    RUN2 is signed if DELTAWIRE_SIGN names a key.
 
     \b
     Examples

@@ -15,7 +15,9 @@ _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
 
 def command(
-    run: Annotated[str | None, Argument(metavar="RUN", help="Its address; with --server also a version.")] = None,
+    run: Annotated[
+        str | None, Argument(metavar="RUN", help="Address of the run; with --server also a version.")
+    ] = None,
     server: Annotated[
         str | None, Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
     ] = None,
@@ -28,13 +30,13 @@ def command(
     named doctor-… beside the run, one of them 32 MiB, and removes them again,
     also when it is interrupted. Each failure says what to do next.
 
-    With --server it looks at a rollout server instead, built-in or vLLM, and
-    changes nothing: whether it follows a run (RUN, where that is given), which
-    version it serves (the one of RUN@VERSION, where that is given), how far
-    behind it is, whether weights are patched in place, and who may control it.
+    With --server it checks a rollout server instead, of any engine, and changes
+    nothing: whether the server follows a run (RUN, if given), which version it
+    serves (that of RUN@VERSION, if given), how far behind it is, whether weights
+    are patched in place, and who may control it.
 
-    Exit code 0 when everything works, 5 when the store does not do what a run
-    needs, 1 when the server does not follow.
+    Exit code 0 if everything works, 5 if the store does not do what a run needs,
+    1 if the server does not follow.
 
     \b
     Examples

@@ -44,8 +44,8 @@ def command(
     prometheus_sd: Annotated[
         Path | None, Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).")
     ] = None,
-    name: Annotated[str, Option(help="Of the upstream or backend.")] = "deltawire",
-    watch: Annotated[bool, Option("--watch", help="Go on, and write files again when they change.")] = False,
+    name: Annotated[str, Option(help="Name of the upstream or backend.")] = "deltawire",
+    watch: Annotated[bool, Option("--watch", help="Continue, and write files again when they change.")] = False,
     every: Annotated[float, Option(metavar="SECONDS", min=0.1, help="With --watch: how often to look.")] = 5.0,
     exec: Annotated[
         str, Option("--exec", metavar="COMMAND", help="Run after files were written, such as 'nginx -s reload'.")
@@ -54,17 +54,17 @@ def command(
 ) -> None:
     """List the servers that follow a run: version, lag, health, last pause, address.
 
-    All of it is from heartbeats in the bucket. With --nginx or --haproxy it
-    writes the healthy servers as a configuration, so that clients need only one
+    All of it is from heartbeats in the bucket. With --nginx or --haproxy the
+    healthy servers are written as a configuration, so that clients need only one
     address; --watch keeps the file current. A configuration without a server is
     never written: the last one stays.
 
-    Whoever can write the bucket can write a heartbeat. Addresses must be
+    Anybody who can write the bucket can write a heartbeat. Addresses must be
     host:port in a strict form. Those of one machine (127.0.0.1), of one link,
     and names are used only if --allow covers them, and those where clouds keep
-    credentials only if it names them. Use --allow where the proxy adds a token.
-    The latest 1,000 heartbeats are read; where somebody writes more, --replica
-    reads yours.
+    credentials only if it names them. Use --allow if the proxy adds a token.
+    The latest 1,000 heartbeats are read; if there are more, name yours with
+    --replica.
 
     \b
     Examples

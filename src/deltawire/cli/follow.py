@@ -31,7 +31,7 @@ def command(
     run: ui.RunArgument,
     folder: Annotated[Path | None, Option("--dir", metavar="DIR", help="Checkpoint folder to keep.")] = None,
     exec: Annotated[str | None, Option("--exec", metavar="CMD", help="Shell command to run for each version.")] = None,
-    every: Annotated[bool, Option("--every", help="Go through every version, also when behind.")] = False,
+    every: Annotated[bool, Option("--every", help="Write every version, also when behind.")] = False,
     poll: ui.PollOption = 1.0,
     once: Annotated[bool, Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ui.ReferenceOption = None,
@@ -42,18 +42,19 @@ def command(
 ) -> None:
     """Follow a run: keep a checkpoint folder current, run a command per version.
 
-    DIR is a symlink to a folder beside it and is swapped in one step, so whoever
-    opens it finds one whole version. The version before stays for readers that
-    are still in it. After a restart it continues from what is on disk.
+    DIR is a symlink to a folder beside it and is swapped in one step, so a
+    reader always finds one whole version. The previous version stays for readers
+    that still have it open. After a restart the command continues from what is
+    on disk.
 
-    It looks when a version is due by the rhythm of those before, and at once
-    where the store announces changes. When another run takes the address it ends
-    with exit code 3 and leaves everything as it is.
+    It polls when the next version is due, by the rhythm of earlier ones, and at
+    once if the store announces a change. If another run takes the address, it
+    ends with exit code 3 and changes nothing.
 
     CMD runs for each version once it is proven and in place, and at the start
-    also for a version that was there. It sees DELTAWIRE_RUN, DELTAWIRE_VERSION
-    and, with --dir, DELTAWIRE_DIR. A failing CMD is reported and stops nothing;
-    with --once it makes the exit code 1.
+    also for a version that is on disk already. Its environment has
+    DELTAWIRE_RUN, DELTAWIRE_VERSION and, with --dir, DELTAWIRE_DIR. A failing CMD
+    is reported and stops nothing; with --once the exit code is then 1.
 
     With --json there is one JSON object per line and version.
 

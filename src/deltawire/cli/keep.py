@@ -44,16 +44,17 @@ def command(
 ) -> None:
     """Keep a run: anchors, skip deltas, mirrors and pruning, without the trainer.
 
-    Run it close to the bucket. It needs no GPU, memory for one copy of the model,
-    and disk for some more. It follows the run, proves every version, and reports
-    bad objects: on stderr, in `deltawire log` and `dash`, and with --once by exit
-    code 3.
+    Run it close to the bucket. It needs memory for one copy of the model, disk
+    for some more, and no GPU. It follows the run, proves every version, and
+    reports bad objects: on stderr, in `deltawire log` and `dash`, and with --once
+    by exit code 3.
 
     It writes anchors and skip deltas, so a trainer uploads nothing but deltas,
-    and a replica 1,000 versions behind fetches at most 10 objects. A trainer that
-    sees no keeper, or no new anchor for too long, writes anchors itself again.
+    and a replica 1,000 versions behind fetches at most 10 objects. Without a
+    keeper, or without a new anchor for too long, the trainer writes anchors
+    itself.
 
-    Any number of keepers may run: one works, the others take its place when it
+    Any number of keepers may run: one works, and another replaces it when it
     ends. It may be killed at any time. With --keep-last it also prunes, as
     `deltawire prune --apply` does. A mirror is the same run, byte for byte. A
     view is a derived run (see deltawire derive), and needs memory for its

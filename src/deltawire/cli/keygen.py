@@ -17,10 +17,10 @@ def command(
     """Make a key pair: the private key into a new file, the public key to stdout.
 
     The trainer signs with the private key; replicas accept only versions signed
-    by keys that they trust. Whoever can write the bucket can then withhold
+    by keys that they trust. Somebody who can write the bucket can then withhold
     versions, but not replace the model. The file is text that only you may read
-    (mode 0600). Keep it with the trainer: whoever has it can sign, and nobody can
-    make it again. The public key is no secret.
+    (mode 0600). Keep it with the trainer, and keep a copy: its holder can sign,
+    and a lost key cannot be made again. The public key is no secret.
 
     \b
     Examples

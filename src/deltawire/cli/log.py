@@ -22,19 +22,19 @@ _METRICS = 4
 def command(
     run: ui.RunVersionArgument,
     number: Annotated[int, Option("-n", min=1, help="How many versions, the newest first.")] = 20,
-    all: Annotated[bool, Option("--all", help="All of them.")] = False,
+    all: Annotated[bool, Option("--all", help="All versions.")] = False,
     trust: ui.TrustOption = None,
     json: ui.JsonOption = False,
 ) -> None:
     """List the versions of a run, newest first, and the replicas that follow it.
 
     "bytes" is what a follower fetches to get from the base to the version, and
-    "smaller" how many times less that is than the full weights. A version may
-    have more ways to reach it: "+anchor" the full weights, "+skip" a delta from
-    an earlier base. Then the metrics that were published with it, as far as the
-    terminal is wide enough; `show` has all of them.
+    "smaller" how many times less that is than the full weights. "+anchor" means
+    that the version can also be reached by full weights, "+skip" by a delta from
+    an earlier base. Metrics that were published with it fill the rest of the
+    line; `show` has all of them.
 
-    What stands under "version" can be typed: RUN@v41, and a tag as RUN@best.
+    Commands accept what "version" shows: RUN@v41, and a tag as RUN@best.
 
     \b
     Examples

@@ -47,18 +47,19 @@ def command(
     ] = "1Gbit",  # type: ignore[assignment]  # parsed like what is typed
     replicas: Annotated[int, Option(min=0, help="Number of replicas that follow.")] = 1,
     replica_bandwidth: Annotated[
-        float | None, Option(parser=rate, metavar="RATE", help="From the bucket to each replica; else as --bandwidth.")
+        float | None,
+        Option(parser=rate, metavar="RATE", help="From the bucket to each replica; by default as --bandwidth."),
     ] = None,
     step_seconds: Annotated[
         float, Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min.")
     ] = "60s",  # type: ignore[assignment]
     density: Annotated[
         float | None,
-        Option(min=0, max=1, help="Share of weights that changes per version, where you know it (`log` shows it)."),
+        Option(min=0, max=1, help="Share of weights that changes per version, if you know it (`log` shows it)."),
     ] = None,
-    dtype: Annotated[str, Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
+    dtype: Annotated[str, Option(help="dtype of the published weights: bf16, fp16, fp32, fp8.")] = "bf16",
     encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
-    cores: Annotated[int, Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
+    cores: Annotated[int, Option(min=1, help="Cores that deltawire may use, on the trainer and on each replica.")] = 16,
     json: ui.JsonOption = False,
 ) -> None:
     """Estimate what a run costs: sizes, times, storage, traffic.

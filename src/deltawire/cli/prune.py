@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 def command(
     run: ui.RunArgument,
     keep_last: Annotated[int, Option(min=0, help="Number of newest versions to keep.")] = 20,
-    keep_every: Annotated[int | None, Option(min=1, help="And every version whose number divides by this.")] = None,
-    keep: Annotated[list[str] | None, Option(metavar="VERSION", help="And this version; repeatable.")] = None,
+    keep_every: Annotated[
+        int | None, Option(min=1, help="Also keep every version whose number divides by this.")
+    ] = None,
+    keep: Annotated[list[str] | None, Option(metavar="VERSION", help="Also keep this version; repeatable.")] = None,
     grace: Annotated[
         float, Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d.")
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
@@ -30,23 +32,25 @@ def command(
 ) -> None:
     """Delete old versions, but nothing that kept versions or current readers need.
 
-    A version that stays keeps its manifest and everything on its cheapest path:
-    the anchor before it and the deltas in between. An object that is missing,
-    has a wrong size or was found damaged by a keeper is no path: then the way
-    around it stays. The newest version always
-    stays, and so does every version with a tag. What is older than the grace
-    period and not kept is first marked, so that nobody starts to read it; a later
-    prune deletes it when it has been marked for the grace period and no replica
-    says that it reads it. So run it now and then, from cron for instance;
-    publishers, replicas and other prunes may go on meanwhile. With --grace 0s
-    only the replicas that say so are waited for. A replica that sits on a version
-    that goes catches up from an anchor. Leftovers of crashed publishes and of
-    replicas silent for a day go too.
+    The newest version stays, and so does every version with a tag. A version that
+    stays keeps its manifest and everything on its cheapest path: the anchor
+    before it and the deltas in between. If an object on that path is missing, has
+    a wrong size or was found damaged by a keeper, the way around it stays too.
+
+    A version that is older than the grace period and not kept is first marked, so
+    that no replica starts to read it. A later prune deletes it, once it has been
+    marked for the grace period and no replica's heartbeat says that it reads it.
+    So run prune regularly, from cron for instance; publishers, replicas and other
+    prunes may run meanwhile. With --grace 0s, only replicas with heartbeats are
+    safe. A replica whose version is deleted catches up from an anchor.
+
+    Leftovers of crashed publishes, and of replicas that were silent for a day,
+    are deleted too.
 
     \b
     Examples
-      deltawire prune s3://runs/chat                        what would go
-      deltawire prune s3://runs/chat --apply                let it go
+      deltawire prune s3://runs/chat                        what would be deleted
+      deltawire prune s3://runs/chat --apply                mark and delete
       deltawire prune s3://runs/chat --keep-last 100 --keep-every 500 --apply
       deltawire prune s3://runs/chat --keep 120 --keep 340 --grace 1d
     """

@@ -76,11 +76,11 @@ def command(
     that are left out are listed. Symlinks out of the folder are refused, except
     those of the Hugging Face cache.
 
-    To find what changed, the newest version is needed here. It is taken from the
-    folder published last, or from --base, if the digest of all its weights is
-    that of a version; what came after that version is fetched. A folder that is
-    no version is not used, and a line says so. Else the version is fetched from
-    the run, through DELTAWIRE_CACHE where that is set.
+    To find what changed, the command needs the weights of the newest version. It
+    reads them from the folder that was published last, or from --base, if the
+    digest of all weights there is that of a version, and fetches what came after
+    that version. Otherwise it says so and fetches the newest version from the
+    run, through DELTAWIRE_CACHE if that is set.
 
     \b
     Examples

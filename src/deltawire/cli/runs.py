@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 
 def command(
-    bucket: Annotated[str, Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.")],
+    bucket: Annotated[str, Argument(metavar="BUCKET", help="A bucket, or a folder in it.")],
     depth: Annotated[int, Option(min=0, max=20, help="How many folders deep to look.")] = 3,
-    stored: Annotated[bool, Option("--stored", help="Also what each run stores; lists all of it.")] = False,
+    stored: Annotated[
+        bool, Option("--stored", help="Also show how much each run stores; this lists all its objects.")
+    ] = False,
     json: ui.JsonOption = False,
 ) -> None:
     """List the runs below an address: newest version, size of the weights, age.
 
-    Looks into one folder after the other and at a few small objects of each run;
-    a run of a million objects costs no more requests than one of ten, except with
+    Lists one folder after the other and reads a few small objects of each run. A
+    run of a million objects costs no more requests than one of ten, except with
     --stored. A run that cannot be read is listed with the reason.
 
     \b

@@ -82,7 +82,7 @@ def _docstrings(record: type) -> dict[str, str]:
 def command(
     ctx: Context,
     model: Annotated[
-        str | None, Argument(metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.")
+        str | None, Argument(metavar="MODEL", help="Checkpoint folder or hub id; without --run, the address of a run.")
     ] = None,
     run: Annotated[
         str | None,
@@ -98,8 +98,8 @@ def command(
         Option(
             "--adapter",
             metavar="NAME=RUN",
-            help="With --engine vllm or sglang: follow a run of adapters too, or without --run them alone. "
-            "May be repeated (DELTAWIRE_ADAPTERS).",
+            help="With --engine vllm or sglang: also follow a run of adapters; without --run, adapters alone. "
+            "Repeatable (DELTAWIRE_ADAPTERS).",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -113,16 +113,16 @@ def command(
     """Serve a model whose weights follow a run, in place, while it answers.
 
     An OpenAI-compatible server (/v1/completions, /v1/chat/completions). Every
-    answer says which versions made it. It is healthy once it has caught up with
-    the run; while the run is not there yet, it waits. A new version is fetched
-    and checked beside the work and written between two tokens.
+    answer says which versions made it. The server waits for the run if it does
+    not exist yet, and is healthy once it has caught up. A new version is fetched
+    and checked during generation and written between two tokens.
 
     A bearer token in DELTAWIRE_TOKEN (or --token-file) guards the control routes,
     and is required to listen on anything but this machine.
 
-    Without a flag, its environment variable holds, which stands in parentheses.
-    The others: DELTAWIRE_FOLLOW, DELTAWIRE_HEARTBEAT, DELTAWIRE_PAUSE,
-    DELTAWIRE_ADAPTERS_KEEP.
+    A flag that is not given is read from the environment variable in parentheses.
+    Variables without a flag: DELTAWIRE_FOLLOW, DELTAWIRE_HEARTBEAT,
+    DELTAWIRE_PAUSE, DELTAWIRE_ADAPTERS_KEEP.
 
     With --json there is one JSON object per line: the address, then each version.
 

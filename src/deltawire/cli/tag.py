@@ -20,13 +20,12 @@ def command(
 ) -> None:
     """Give a version a name, list the names there are, or delete one.
 
-    Wherever a version is taken, RUN@NAME then means it: in `checkout`, `show`,
-    `serve` and the rest. A tag can be set again and then means another
-    version; the weights are never touched. `prune` keeps every version with a
-    tag.
+    RUN@NAME then means that version in `checkout`, `show`, `serve` and all other
+    commands. A tag can be set again and then means another version; the weights
+    are never touched. `prune` keeps every version with a tag.
 
-    A name is letters, digits, '.', '_' and '-', at most 64, and starts with a
-    letter. latest, newest and v41 mean something already.
+    A name has at most 64 letters, digits, '.', '_' and '-', and starts with a
+    letter. latest, newest and v41 are reserved.
 
     \b
     Examples

@@ -38,9 +38,9 @@ RunVersionArgument = Annotated[
 ]
 ReferenceOption = Annotated[
     Path | None,
-    Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
+    Option(metavar="DIR", exists=True, file_okay=False, help="Folder of the checkpoint that the run starts from."),
 ]
-PollOption = Annotated[float, Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")]
+PollOption = Annotated[float, Option(metavar="SECONDS", min=0.01, help="Longest time between two polls of the run.")]
 NameOption = Annotated[str | None, Option(metavar="NAME", help="Name in `log`; host and process by default.")]
 AnchorEveryOption = Annotated[int | None, Option(min=1, help="Upload the full weights at least every N versions.")]
 TrustOption = Annotated[

@@ -31,13 +31,13 @@ def command(
 ) -> None:
     """Check a run: hash every object, replay the chain, compare every way.
 
-    Stops at the first bad thing, says what it is and what to do, and exits with
-    3. Every anchor, delta and skip delta is proven, against errors, to lead to
-    weights with the digest of its version; and all that lead to a version, to the
-    same weights, so that none was forged beside another. With --trust every
-    signature is checked too, which says whose weights they are. Reads the whole
-    run, into one copy of the weights. With --source, every version of a derived
-    run is then computed again from that run.
+    Stops at the first error, says what it is and what to do, and exits with 3.
+    Every anchor, delta and skip delta must lead to weights with the digest of its
+    version, and all links to a version must lead to the same weights, so that a
+    forged one is found. With --trust every signature is checked too, which says
+    whose weights they are. Reads the whole run, with memory for one copy of the
+    weights. With --source, every version of a derived run is also computed again
+    from that run.
 
     \b
     Examples

@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 class Region:
     """A rectangle of one tensor, in the tensor's matrix of units. Positions inside count row by row.
 
-    A unit is the bits of an element, or half of them where it has eight bytes. With the flat units of the whole tensor:
+    A unit is the bits of an element, or half of them if it has eight bytes. With the flat units of the whole tensor:
 
         part = region.cut(units)         # the region's own, flat
         rows = region.matrix(units)      # the same as a view, [rows, columns]
@@ -96,7 +96,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What turns a region of one version into the same region of another one.
+    """The difference between a region in one version and in another.
 
     With the flat units of the whole tensor:
 

@@ -39,9 +39,9 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Says which version a set of weights is: a sum over all their bits.
+    """Identifies a set of weights by a sum over all their bits.
 
-    A change moves it by what it changes:
+    A change of weights changes it by the change's own digest:
 
         after = before + change.digest()
         str(after) == run.manifest(41).digest

@@ -41,9 +41,9 @@ _READ_UNITS = BLOCK_UNITS >> 2
 
 
 class Source(Protocol):
-    """Anything that can give the bits of a region: a model in memory, a checkpoint folder, an anchor.
+    """Anything that returns the bits of a region: a model in memory, a checkpoint folder, an anchor.
 
-    Of weights by name, for example:
+    For weights by name, for example:
 
         class Weights:
             def __init__(self, schema, units):           # name → the flat units of a tensor
@@ -334,7 +334,7 @@ class _ShardIndex(msgspec.Struct):
 
 
 def digest_of(source: Source, threads: int | None = None, words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
-    """The state digest of any source, recomputed in one pass; or the same sum with other words.
+    """Compute the state digest of a source in one pass; or the same sum with other words.
 
     Weights of version 41 have the digest that its manifest names:
 

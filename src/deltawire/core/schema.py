@@ -56,12 +56,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Schema(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of a model.
+    """The tensors of a model: name, dtype as safetensors calls it, and shape of each.
 
-    Each with its name, its dtype as safetensors calls it, and its shape:
-
-        for tensor in run.schema.tensors:
-            print(tensor.name, tensor.dtype, tensor.shape)
+    for tensor in run.schema.tensors:
+        print(tensor.name, tensor.dtype, tensor.shape)
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -76,7 +74,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return schema
 
     def check(self) -> None:
-        """Refuse what could not have come from a publisher. A schema read from a bucket is untrusted input."""
+        """Raise SchemaError for a schema that no publisher makes. A schema read from a bucket is untrusted input."""
         if len(self.tensors) > MAX_TENSORS or len(self.ties) > MAX_TENSORS:
             raise SchemaMismatch(f"the schema has more than {MAX_TENSORS:,} tensors")
         names = [t.name for t in self.tensors]

@@ -48,26 +48,26 @@ class ServerOptions:
     )
     """Runs of adapters, by the name that requests use: `policy=s3://runs/lora, judge=…`."""
     adapters_keep: int = option(1, variable="DELTAWIRE_ADAPTERS_KEEP", least=0, only_plugins=True)
-    """Older versions of each adapter that stay loaded although nothing uses them."""
+    """Number of older versions of each adapter that stay loaded when nothing uses them."""
     name: str | None = option(None, panel=WHAT, own_flag="--served-model-name", value="NAME")
     """What clients call the model; the name of the run by default."""
     reference: Path | None = option(None, variable="DELTAWIRE_REFERENCE", panel=WHAT, value="DIR", exists=True)
-    """Where the checkpoint is that the run starts from, if its own name does not work here."""
+    """Folder of the checkpoint that the run starts from, if its own name does not work here."""
     folder: Path | None = option(None, panel=WHAT, value="DIR", only_plugins=True)
-    """With --engine vllm or sglang: where the version to start from is written, and used again while it is the one
-    wanted; else a temporary folder, removed at the end."""
+    """With --engine vllm or sglang: folder for the version to start from, used again if it has that version; by
+    default a temporary folder, removed at the end."""
 
     host: str = option("127.0.0.1", panel=WHERE)
     """Address to listen on."""
     port: int = option(8000, panel=WHERE, least=0, most=65535)
-    """0: any that is free."""
+    """Port to listen on; 0: any that is free."""
     address: str = option("", variable="DELTAWIRE_ADDRESS", panel=WHERE, value="HOST:PORT")
-    """For clients, as `deltawire fleet` shows it; by default where it listens."""
+    """Address for clients, as `deltawire fleet` shows it; by default where the server listens."""
     token: str | None = field(default=None, repr=False, metadata={"variable": "DELTAWIRE_TOKEN"})
     """Bearer token of the control routes. It has no flag: every process can read a command line."""
 
     poll: float = option(1.0, variable="DELTAWIRE_POLL", panel=FLOW, value="SECONDS", least=0.01)
-    """Longest time between two looks at the run."""
+    """Longest time between two polls of the run."""
     follow: bool = option(True, variable="DELTAWIRE_FOLLOW")
     """Go to every new version; otherwise catch up at start, then wait to be told."""
     heartbeat: float = option(10.0, variable="DELTAWIRE_HEARTBEAT", least=0)
@@ -79,14 +79,14 @@ class ServerOptions:
     """What becomes of running requests at a swap."""
 
     max_model_len: int | None = option(None, panel=ANSWERS, value="N", least=2)
-    """Prompt and answer together, in tokens; the model's maximum by default."""
+    """Most tokens of prompt and answer together; the model's maximum by default."""
     logprobs_mode: LogprobsMode = option("raw_logprobs", panel=ANSWERS)
-    """Before or after temperature and top_p."""
+    """Log-probabilities before (raw) or after (processed) temperature and top_p."""
     version_wait: float = option(30.0, variable="DELTAWIRE_VERSION_WAIT", panel=ANSWERS, value="SECONDS", least=0)
-    """For a version that a request asks for, then a 409."""
+    """Longest wait for a version that a request asks for, then a 409."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", panel=BUILTIN)
-    """To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are."""
+    """dtype to compute in; auto is float32 on a CPU, elsewhere that of most weights of the run."""
     device: str = option("cpu", panel=BUILTIN)
     """cpu, cuda, cuda:1 …"""
     threads: int | None = option(None, panel=BUILTIN, value="N", least=1)
@@ -96,19 +96,19 @@ class ServerOptions:
     guard_all: bool = option(False, panel=BUILTIN)
     """Ask for the token on /v1 and /metrics too."""
     max_batch: int = option(64, panel=BUILTIN, least=1)
-    """Sequences that run at once."""
+    """Most sequences that run at once."""
     max_queue: int = option(1024, panel=BUILTIN, least=1)
-    """Sequences that may wait; more get a 503."""
+    """Most sequences that wait; more get a 503."""
     kv_memory: float = option(2.0, panel=BUILTIN, value="GB", least=0.001)
     """Memory for keys and values."""
     max_body: float = option(8.0, panel=BUILTIN, value="MB", least=0.001)
-    """Size of one request."""
+    """Largest request."""
     max_connections: int = option(1024, panel=BUILTIN, least=8)
-    """Connections at once; fewer under a low ulimit -n."""
+    """Most connections at once; fewer under a low ulimit -n."""
     request_timeout: float = option(600.0, panel=BUILTIN, value="SECONDS", least=0.001)
-    """For one answer, then a 504."""
+    """Longest time for one answer, then a 504."""
     grace: float = option(5.0, panel=BUILTIN, value="SECONDS", least=0)
-    """For running requests at the end."""
+    """Time for running requests when the server ends."""
 
     extra: Sequence[str] = ()
     """The engine's own flags."""

@@ -82,8 +82,8 @@ class Replica:
     id          name of this replica in heartbeats, as `deltawire log` shows it
     strict      whether weights that are not in the run are an error (default) or ignored
     on_version  called with a `Synced` after each version that was reached, outside the pause; errors in it are logged
-    on_name     called with the version of the weights after every sync that was tried, and with None as soon as they
-                are found to have none
+    on_name     called with the version of the weights after every attempt to sync, and with None as soon as the weights
+                are found to be no version
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
@@ -152,8 +152,8 @@ class Replica:
 
     @property
     def signatures(self) -> Literal["unchecked", "checked", "own"]:
-        """What is asked of signatures: nothing, because no key is trusted; that a trusted key, or one to which it
-        delegated, made them; or, with `refuse_delegated`, that the run's own key made them."""
+        """Which signatures this replica requires: none, because no key is trusted; that of a trusted key, or of one
+        to which it delegated; or, with `refuse_delegated`, that of the run's own key."""
         if self._trust is None:
             return "unchecked"
         return "own" if self._trust.refuse_delegated else "checked"
@@ -216,7 +216,7 @@ class Replica:
         Weights that are this version already are verified too: if something else wrote to them, they are loaded anew.
 
         `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
-        On failure the weights are those of `replica.version`, as before, or None where they were lost.
+        After a failure the weights are still those of `replica.version`, which is None if they were lost.
         """
         with self._lock:
             run = self.opened()
@@ -335,7 +335,7 @@ class Replica:
         return None
 
     def hurry(self, seconds: float) -> None:
-        """Let `follow` look for new versions more often for so many seconds, because somebody waits for one."""
+        """Let `follow` poll more often for so many seconds, because a request waits for a version."""
         self._hurry_until = max(self._hurry_until, time.monotonic() + seconds)
 
     def leave(self) -> None:

@@ -36,7 +36,7 @@ class Delta:
 class Update:
     """A version to be applied to live weights, as `Target.stage` gets it.
 
-    A target that has the present weights, as a `Source` has them:
+    A target that is a `Source` of the present weights calls:
 
         changes = update.changes(self)
     """
@@ -129,7 +129,7 @@ S = TypeVar("S", bound=Staged)
 class Target(Protocol[S]):
     """Live weights that a replica keeps up to date. Called by one thread at a time.
 
-    Pass one to a Replica in place of a model, for weights in another process or in another layout:
+    Pass a target to a Replica in place of a model, for weights in another process or in another layout:
 
         @dataclass(kw_only=True)
         class Patch(dw.Staged):
@@ -143,7 +143,7 @@ class Target(Protocol[S]):
 
             def bind(self, run):
                 self.schema = run.schema
-                return False                                # the arrays are always the same
+                return False                                # the arrays never move
 
             def region(self, region):                       # makes it a `Source`: the bits of a part of a tensor
                 return region.cut(self.bits(region.tensor))
@@ -154,7 +154,7 @@ class Target(Protocol[S]):
             def digest(self):
                 return dw.digest_of(self)
 
-            def stage(self, update):                        # beside whatever uses the weights
+            def stage(self, update):                        # while the weights are in use
                 return Patch(update=update, changes=update.changes(self))
 
             def swap(self, staged):                         # within the pause

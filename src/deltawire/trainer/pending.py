@@ -28,7 +28,7 @@ class Published(VersionFigures):
     kinds       what was uploaded: "delta", "anchor", "reference"
     timings     seconds: held (the training loop was blocked), encode, put; of the slowest rank
     elements    number of weights of the model
-    publishes   calls of `publish` in this version: more than one where the bucket was slower than the trainer
+    publishes   calls of `publish` in this version: more than one if the bucket was slower than the trainer
     """
 
     version: int

@@ -55,13 +55,13 @@ class Publisher:
 
     `run` is a bucket address (s3://, hf://buckets/, gs://, az://), a folder or an open store. The first publish creates
     the run; a later publisher continues it. `close`, or the end of the `with`, waits until everything is in the bucket.
-    One publisher at a time (docs/trainer.md): where another process publishes to the run, this one raises
-    WriterConflict, and after a crash it waits half a minute to be sure. A later publisher of the same process, as in a
+    One publisher at a time (docs/trainer.md): if another process publishes to the run, this one raises
+    WriterConflict; after a crash it waits half a minute to be sure. A later publisher of the same process, as in a
     notebook, replaces the earlier one.
 
     Thread safety: threads may share a publisher. `publish`, `resume` and `close` take turns, and each publish becomes a
     version of its own or part of a later one, in the order of the calls. Keep other threads from changing a model while
-    it is being published. Where several ranks publish together, all ranks must call in the same order, so a `publish`
+    it is being published. If several ranks publish together, all ranks must call in the same order, so a `publish`
     that overlaps another one of its rank raises OutOfStep. A forked process needs a publisher of its own.
 
     What is published:
@@ -77,7 +77,7 @@ class Publisher:
                    transformers brings config.json and generation_config.json; files given here take precedence.
     tokenizer      a tokenizer or processor of transformers, whose files are published with the weights. Without it, and
                    with none in `files` or the run, a model of transformers brings that of the folder or cached model
-                   of the Hub that it was loaded from. A warning is logged where a run of such a model has none.
+                   of the Hub that it was loaded from. A warning is logged if a run of such a model has none.
 
     How it is compared and sent:
     detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
@@ -85,7 +85,7 @@ class Publisher:
     encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever arrives sooner) or "raw"
     anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
-    group          "auto" (default): where torch.distributed runs several processes, they publish their model together
+    group          "auto" (default): if torch.distributed runs several processes, they publish their model together
                    (trainer/shards.py), so every rank must call `publish`. A process group, or None: this one alone.
 
     How a run begins and continues:
@@ -97,13 +97,13 @@ class Publisher:
     takeover       True to replace the publisher that writes to the run, wherever it runs, instead of waiting for it to
                    end: it stops with WriterConflict
 
-    Who signs (docs/signed.md):
+    Signatures (docs/signed.md):
     sign           private key that signs each version: a file of `deltawire keygen`, by default DELTAWIRE_SIGN. A run
                    is signed from its first version on, by one key at a time.
     next_key       public key that may sign the versions after these: the next publisher then has `sign` of that key
     trust          public keys that signed earlier versions: of the key before, after a rotation
 
-    What is called:
+    Callback:
     on_version     called with a `Published` after each version is committed, on the background thread (on the caller's
                    for a streamed one); what it raises is logged. For wandb: `lambda v: wandb.log(v.report())`.
     """
@@ -190,11 +190,11 @@ class Publisher:
         """Publish the model's present weights as the next version.
 
         `model` is a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a
-        checkpoint folder). Returns once it is known what changed; training may go on. With `wait` it returns after the
-        commit and, in host memory, needs no more than one copy of the model plus a few blocks.
+        checkpoint folder). Returns once it is known what changed; training may continue. With `wait` it returns after
+        the commit and, in host memory, needs no more than one copy of the model plus a few blocks.
 
-        `step` and `metrics` are stored with the version, and so is `origin`, what the weights were derived from, where
-        they are a view of another run's. `progress(phase, n, total)` is called with bytes done since the last call, in
+        `step` and `metrics` are stored with the version. So is `origin`: what the weights were derived from, if they
+        are a view of another run's. `progress(phase, n, total)` is called with bytes done since the last call, in
         the phases "fetch", "detect" and "put". Tied weights are published once; frozen ones are compared like all
         others, and cost no bytes while they do not change.
 
@@ -231,10 +231,10 @@ class Publisher:
         self._pipeline.background.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Publish what waits, stop the thread, and raise a background failure that was not raised before.
+        """Publish what is still waiting, stop the thread, and raise a background failure that was not raised before.
 
         A publish that another thread has begun ends first; a later one raises PublisherClosed. After a TimeoutError
-        uploads go on, and another `close` waits for them again.
+        uploads continue, and another `close` waits for them again.
         """
         self._close(timeout, LAST_WAIT)
 
