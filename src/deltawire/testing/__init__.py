@@ -1,4 +1,4 @@
-"""The store protocol as tests, for whoever writes a store: `StoreTests`."""
+"""The store protocol as tests, for authors of stores: `StoreTests`."""
 
 from __future__ import annotations
 
