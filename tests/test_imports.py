@@ -42,6 +42,22 @@ ROOMS: dict[str, set[str]] = {
     "trl": {"engines"},
     "__main__": {"cli"},
 }
+PUBLIC = {"deltawire", "deltawire.errors", "deltawire.store"}
+KIT = "deltawire.engines.live"
+"""What engines are made of."""
+EDGE: dict[str, set[str]] = {
+    # room of the edge → what it imports besides names in `__all__` of PUBLIC: other rooms of the edge, and names in
+    # `__all__` of other modules
+    "deltawire.engines.http": set(),
+    "deltawire.engines.server": {KIT, "deltawire.engines.http"},
+    "deltawire.engines.sglang": {KIT},
+    "deltawire.engines.trl": {KIT, "deltawire.engines.trl_worker"},
+    "deltawire.engines.trl_worker": {KIT, "deltawire.engines.trl"},
+    "deltawire.engines.vllm": {KIT},
+    "deltawire.trl": {"deltawire.engines.trl"},
+}
+BELOW_THE_EDGE = {*BASE, "api", "derive", "engines", "kernels", "keeper", "metrics", "replica", "trainer", "views"}
+"""Rooms of which all modules that are not in EDGE know nothing of the edge."""
 CORE_MAY_USE = {"blake3", "cryptography", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
 EXTRAS = {
     "cryptography",
@@ -67,6 +83,10 @@ OPTIONAL_FILES = {
 }
 
 
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def modules() -> Iterator[tuple[str, Path]]:
     """(room, file)"""
     for path in sorted(SOURCE.rglob("*.py")):
@@ -85,7 +105,7 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imported(path: Path) -> list[tuple[str, bool]]:
     """Absolute names of everything a module imports, and whether that happens when the module itself is imported."""
-    package = ["deltawire", *path.relative_to(SOURCE).parts[:-1]]
+    package = [*path.relative_to(SOURCE.parent).parts[:-1]]
     found = []
     nodes: list[tuple[ast.AST, bool]] = [(parsed(path), True)]
     while nodes:
@@ -126,7 +146,54 @@ def test_imports_point_one_way() -> None:
             # with underscores: the version of the package
             if first == "deltawire" and not target.startswith("__") and target not in allowed:
                 wrong.append(f"{path.relative_to(SOURCE)} imports {name}: {room} may use {sorted(allowed)}")
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def public_in(module: str) -> frozenset[str]:
+    """The names in a module's `__all__`."""
+    place = SOURCE.parent.joinpath(*module.split("."))
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in parsed(path).body if path.is_file() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+def edge_room(name: str) -> str | None:
+    """The room of the edge that has this module or name."""
+    return next((room for room in EDGE if f"{name}.".startswith(f"{room}.")), None)
+
+
+def is_public(name: str, modules: set[str]) -> bool:
+    """Whether a name is one that these modules or PUBLIC are for."""
+    module, _, last = name.rpartition(".")
+    if name in PUBLIC or module == "deltawire.errors":
+        return not last.startswith("_")
+    return last == "__version__" or (module in PUBLIC | modules and last in public_in(module))
+
+
+def test_the_edge_imports_public_names_only() -> None:
+    """So that somebody else could have written it."""
+    wrong = []
+    for path in sorted(SOURCE.parent.rglob("*.py")):
+        room = edge_room(dotted(path))
+        for name, _ in imported(path) if room is not None else ():
+            other = edge_room(name)
+            near = other == room or (other in EDGE[room] and "._" not in name)
+            if name.startswith("deltawire.") and not near and not is_public(name, EDGE[room]):
+                wrong.append(f"{dotted(path)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_below_the_edge_knows_the_edge() -> None:
+    assert not [
+        f"{dotted(path)} imports {name}"
+        for room, path in FILES
+        if room in BELOW_THE_EDGE and edge_room(dotted(path)) is None
+        for name, _ in imported(path)
+        if edge_room(name) is not None
+    ]
 
 
 def test_third_parties_stay_in_their_rooms() -> None:
@@ -144,7 +211,7 @@ def test_third_parties_stay_in_their_rooms() -> None:
                 wrong.append(f"{where} imports {name} for everybody")
             if top in ("pickle", "shelve", "marshal"):
                 wrong.append(f"{where} imports {name}: nothing here is ever unpickled")
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_public_surface() -> None:
