@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from . import errors
     from .api import decode, encode
     from .bucket.run import Run
-    from .bucket.watch import watch
+    from .bucket.watch import wait_for_run, watch
     from .core.change import Change, Region
     from .core.digest import StateDigest
     from .core.errors import DeltawireError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .core.schema import Schema
     from .replica import Replica
     from .replica.target import Staged, Target, Update
-    from .trainer import Published, Publisher, PublishHandle
+    from .trainer import Published, Publisher, PublishHandle, adapter, merged
 
 __all__ = [
     "Change",
@@ -40,10 +40,13 @@ __all__ = [
     "StateDigest",
     "Target",
     "Update",
+    "adapter",
     "decode",
     "digest_of",
     "encode",
     "errors",
+    "merged",
+    "wait_for_run",
     "watch",
 ]
 
@@ -64,10 +67,13 @@ _HOMES = {
     "StateDigest": "core.digest",
     "Target": "replica.target",
     "Update": "replica.target",
+    "adapter": "trainer",
     "decode": "api",
     "digest_of": "core.full",
     "encode": "api",
     "errors": "errors",
+    "merged": "trainer",
+    "wait_for_run": "bucket.watch",
     "watch": "bucket.watch",
 }
 

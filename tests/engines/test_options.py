@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.options import ServerOptions, read, settings
+from deltawire.engines.options import ServerOptions, settings
 
 
 def test_without_variables_all_is_as_usual() -> None:
-    assert read({}) == ServerOptions()
-    assert read({setting.variable: " " for setting in settings() if setting.variable}) == ServerOptions()
+    assert ServerOptions.read({}) == ServerOptions()
+    assert ServerOptions.read({setting.variable: " " for setting in settings() if setting.variable}) == ServerOptions()
     assert (ServerOptions().plugin_kv, ServerOptions(kv="keep").plugin_kv) == ("version", "keep")
 
 
@@ -25,9 +25,9 @@ def test_variables_carry_every_option_that_has_one() -> None:
     )  # fmt: skip
     carried = [setting for setting in settings() if setting.variable]
     assert [setting.name for setting in carried if getattr(given, setting.name) == setting.default] == []
-    assert read(given.variables()) == given
+    assert ServerOptions.read(given.variables()) == given
     # a variable that the environment has for another value is overwritten
-    assert read({**given.variables(), **ServerOptions().variables()}) == ServerOptions()
+    assert ServerOptions.read({**given.variables(), **ServerOptions().variables()}) == ServerOptions()
     # the others are flags of the engine
     assert replace(given, port=9, dtype="bfloat16").variables() == given.variables()
     assert "203.0.113.7" in repr(given)
@@ -49,12 +49,14 @@ def test_variables_carry_every_option_that_has_one() -> None:
 def test_nonsense_is_refused_by_name(variable: str, texts: tuple[str, ...], right: str) -> None:
     for text in texts:
         with pytest.raises(Misconfigured, match=f"{variable} is '{text}'; it can be .*{right}"):
-            read({variable: text})
+            ServerOptions.read({variable: text})
 
 
 def test_adapters_are_named_and_may_have_several_addresses() -> None:
-    found = read({"DELTAWIRE_ADAPTERS": "policy=s3://us/lora?region=a,s3://eu/lora@41, org/judge = /runs/judge"})
+    found = ServerOptions.read(
+        {"DELTAWIRE_ADAPTERS": "policy=s3://us/lora?region=a,s3://eu/lora@41, org/judge = /runs/judge"}
+    )
     assert found.adapters == {"policy": "s3://us/lora?region=a,s3://eu/lora@41", "org/judge": "/runs/judge"}
     for wrong in ("s3://runs/lora", "policy=", "a@1=s3://runs/lora", "p=/a, p=/b"):
         with pytest.raises(Misconfigured, match="DELTAWIRE_ADAPTERS"):
-            read({"DELTAWIRE_ADAPTERS": wrong})
+            ServerOptions.read({"DELTAWIRE_ADAPTERS": wrong})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from typer import Argument, BadParameter, Context, Option
 
-from ..engines.options import BUILTIN, FLOW, WHAT, WHERE, ServerOptions, Setting, named_adapters, read, settings
+from ..engines.options import BUILTIN, FLOW, WHAT, WHERE, ServerOptions, Setting, named_adapters, settings
 from . import ui
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def command(
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
     builtin = engine == "builtin"
-    options = replace(read(), **_typed(ctx, flags, builtin))
+    options = replace(ServerOptions.read(), **_typed(ctx, flags, builtin))
     if builtin:
         _refuse_variables_of_plugins(options)
     if adapter and builtin:

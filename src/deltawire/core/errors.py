@@ -57,6 +57,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .extras import install_command
+
 
 class DeltawireError(Exception):
     """Base of all errors that deltawire raises on purpose."""
@@ -322,6 +324,9 @@ class Misconfigured(DeltawireError):
 
 
 class MissingExtra(DeltawireError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed. With the name of an extra, the message ends with how to install it."""
 
     exit_code = 2
+
+    def __init__(self, message: str, extra: str = "") -> None:
+        super().__init__(f"{message}: {install_command(extra)}" if extra else message)

@@ -63,6 +63,33 @@ class Bound:
             return self.allows(pin)
         return version is None or version < self.version
 
+    async def reached(self, follower: Following, present: Callable[[], int | None], seconds: float) -> bool:
+        """Wait until the server has a version that this allows; False if it will not, or not within these seconds.
+
+        `present` returns the version that tokens are made with.
+        """
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            # an event loop that has ended has no clients either
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(changed.set)
+
+        deadline = loop.time() + seconds
+        follower.listeners.add(tell)
+        try:
+            while not self.allows(present()):
+                left = deadline - loop.time()
+                if left <= 0 or not self.may_come(present(), follower.pin):
+                    return False
+                follower.hurry(2 * _ASK_S)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), min(left, _ASK_S))
+                changed.clear()
+            return True
+        finally:
+            follower.listeners.discard(tell)
+
     def refusal(self, version: int | None, made_by: str = "", pin: int | None = None) -> dict[str, Any]:
         """The body of the 409: the version the server has, and the versions that made the answer if one was made."""
         wanted = f"version {self.version}" + (" or later" if self.header == MIN_VERSION_HEADER else " only")
@@ -86,33 +113,9 @@ class Following(Protocol):
     listeners: set[Callable[[], None]]
     """Called whenever the version may have changed, in any thread."""
 
+    @property
+    def version(self) -> int | None:
+        """The version that is served."""
+
     def hurry(self, seconds: float) -> None:
         """Look for versions more often for so many seconds, because somebody waits for one."""
-
-
-async def reached(bound: Bound, follower: Following, present: Callable[[], int | None], seconds: float) -> bool:
-    """Wait until the server has a version that the bound allows; False if it will not, or not within these seconds.
-
-    `present` returns the version that tokens are made with.
-    """
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell() -> None:
-        # an event loop that has ended has no clients either
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(changed.set)
-
-    deadline = loop.time() + seconds
-    follower.listeners.add(tell)
-    try:
-        while not bound.allows(present()):
-            left = deadline - loop.time()
-            if left <= 0 or not bound.may_come(present(), follower.pin):
-                return False
-            follower.hurry(2 * _ASK_S)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(left, _ASK_S))
-            changed.clear()
-        return True
-    finally:
-        follower.listeners.discard(tell)

@@ -12,7 +12,8 @@ from ..bucket.versions import resolve_early
 from ..core.digest import StateDigest
 from ..core.errors import DeltawireError, Misconfigured, RunReplaced, SchemaError
 from ..replica import Replica, Synced
-from ..replica.target import AnyTarget
+from ..replica.model import ModelTarget
+from ..replica.target import Target
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -21,7 +22,7 @@ log = logging.getLogger("deltawire")
 class Follower:
     """Keeps the weights of a server at a version of a run, and reports its state.
 
-    target      the live weights
+    target      the live weights: a model, or a Target
     pin         stay at this version, older ones included
     poll        seconds between two looks at the run, at most
     following   go to every new version; else catch up once and then wait for `command`
@@ -35,7 +36,7 @@ class Follower:
     def __init__(
         self,
         run: str | Store,
-        target: AnyTarget,
+        target: Any,
         *,
         pin: int | None = None,
         poll: float = 1.0,
@@ -55,9 +56,20 @@ class Follower:
         """Why following has ended."""
         self.listeners: set[Callable[[], None]] = set()
         """Called whenever the version may have changed, by the thread that syncs; they must return quickly."""
-        self._target, self._poll, self._following, self._on_failure = target, poll, following, on_failure
+        self._target = target if isinstance(target, Target) else ModelTarget(target)
+        self._poll, self._following, self._on_failure = poll, following, on_failure
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.loop, name="deltawire-follower", daemon=True)
+
+    @staticmethod
+    def pinned(run: str | Store, version: int | str | None, setting: str = "DELTAWIRE_PIN") -> int | None:
+        """Return the version to stay at that a setting names, if it names one."""
+        if not isinstance(version, str):
+            return version
+        try:
+            return resolve_early(run if isinstance(run, str) else Run.open(run), version)
+        except DeltawireError as error:
+            raise Misconfigured(f"{setting} is {version[:80]!r}: {error}") from error
 
     def start(self) -> None:
         """Run `loop` in a thread."""
@@ -170,13 +182,3 @@ class Follower:
 
     def _arrived(self, version: int) -> None:
         """Called after every sync that succeeded, also where the weights were that version already."""
-
-
-def pinned(run: str | Store, version: int | str | None, setting: str = "DELTAWIRE_PIN") -> int | None:
-    """Return the version to stay at that a setting names, if it names one."""
-    if not isinstance(version, str):
-        return version
-    try:
-        return resolve_early(run if isinstance(run, str) else Run.open(run), version)
-    except DeltawireError as error:
-        raise Misconfigured(f"{setting} is {version[:80]!r}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ STATES = ("idle", "starting", "healthy", "degraded", "paused", "failed")
 
 SERVING = ("healthy", "degraded")
 """The states in which GET /health is 200 and completions are answered."""
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+"""Names of adapters. `@` separates one from a version: policy@41."""
 
 
 def model_name(run: str) -> str:

@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from ..core.errors import Misconfigured
+from .names import ADAPTER_NAME
 
 Kv = Literal["version", "clear", "keep"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -118,15 +119,15 @@ class ServerOptions:
         """`kv` in vLLM and SGLang."""
         return self.kv or "version"
 
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> ServerOptions:
+        """Return the options that environment variables give. Raises Misconfigured."""
+        given = {it: environment.get(it.variable, "").strip() for it in settings() if it.variable}
+        return cls(**{it.name: it.parse(text) for it, text in given.items() if text})
+
     def variables(self) -> dict[str, str]:
         """Return the environment variables by which `read` finds these options again."""
         return {it.variable: it.write(getattr(self, it.name)) for it in settings() if it.variable}
-
-
-def read(environment: Mapping[str, str] = os.environ) -> ServerOptions:
-    """Return the options that environment variables give. Raises Misconfigured."""
-    given = {it: environment.get(it.variable, "").strip() for it in settings() if it.variable}
-    return ServerOptions(**{it.name: it.parse(text) for it, text in given.items() if text})
 
 
 # ── how each is given ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,10 +205,6 @@ def settings() -> Sequence[Setting]:
 def _without_none(hint: Any) -> Any:
     """Return the type that text is read as: of several the last one."""
     return [kind for kind in get_args(hint) if kind is not NoneType][-1] if NoneType in get_args(hint) else hint
-
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
-"""Names of adapters. `@` separates one from a version: policy@41."""
 
 
 def named_adapters(setting: str, entries: Iterable[str]) -> dict[str, str]:

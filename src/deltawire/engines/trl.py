@@ -24,13 +24,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import BadURL, Misconfigured, MissingExtra, ObjectNotFound, PublishFailed, StoreError
-from ..core.extras import install_command
-from ..models import is_peft, unwrapped
-from ..trainer import Published, Publisher, PublishHandle, adapter, merged
-from ..trainer.adapters import Adapter
-from .names import versions_of
-from .options import ADAPTER_NAME
+from .. import Published, Publisher, PublishHandle, adapter, merged
+from ..errors import BadURL, Misconfigured, MissingExtra, ObjectNotFound, PublishFailed, StoreError
+from .live import names
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 try:
     from transformers import TrainerCallback
 except ImportError as error:  # pragma: no cover - only where the extra is absent
-    raise MissingExtra(f"deltawire.trl needs transformers; run: {install_command('trl')}") from error
+    raise MissingExtra("deltawire.trl needs transformers", "trl") from error
 
 log = logging.getLogger("deltawire")
 
@@ -71,7 +67,7 @@ class BucketTransfer:
     def __init__(self, run: str, *, peft: str = "adapter", adapter_name: str = "policy", **options: Any) -> None:
         self._run, self._options = run, options
         self._of_peft, self._adapter_name = _check_peft(peft), adapter_name
-        if not ADAPTER_NAME.fullmatch(adapter_name):
+        if not names.ADAPTER_NAME.fullmatch(adapter_name):
             raise Misconfigured(
                 f"no server takes {adapter_name!r:.120} as the name of an adapter: it begins with a letter or digit, "
                 "and has up to 100 of these and . _ / -"
@@ -79,7 +75,7 @@ class BucketTransfer:
         self._publisher: Publisher | None = None
         self._model: Any = None
         """The trainer's model, once it is attached."""
-        self._adapter: Adapter | None = None
+        self._adapter: Any = None
         """What is published instead of what the trainer sends."""
         self._syncs = Syncs()
 
@@ -123,7 +119,7 @@ class BucketTransfer:
         self._options.setdefault("tokenizer", trainer.processing_class)
         model = trainer.accelerator.unwrap_model(trainer.model)
         name = None
-        if is_peft(model) and self._of_peft is adapter:
+        if (peft_model := _peft_model(model)) is not None and self._of_peft is adapter:
             require_servable(model)
             self._adapter, name = adapter(model), self._adapter_name
             # TRL's own would merge the adapter and take it out again, which leaves other bits in the base model
@@ -134,7 +130,7 @@ class BucketTransfer:
                 trainer.rollout_worker, self._syncs, getattr(trainer.args, "max_staleness", None), name
             )
             if self._adapter is None:
-                self._model = model.get_base_model() if is_peft(model) else model
+                self._model = model if peft_model is None else peft_model.get_base_model()
                 self._publish(trainer._streaming_iter(), step=0)
             client = trainer.vllm_client
             client.wait_for_server_ready = partial(
@@ -192,6 +188,13 @@ def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(".base_layer.", "."), tensor
 
 
+def _peft_model(model: Any) -> Any:
+    """The PEFT model that a trainer's model is, or that DDP and the like are around; None if there is none."""
+    while not hasattr(model, "peft_config") and hasattr(model, "module"):
+        model = model.module
+    return model if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else None
+
+
 def _unservable(config: Any) -> str:
     """What of a PEFT adapter vLLM does not serve; empty if it serves it."""
     found = {
@@ -228,8 +231,8 @@ class DeltaSyncCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         # on every process: a model that several of them train is published by all of them together
         self._publisher = self._open(around.get("processing_class"))
-        model = unwrapped(around["model"])
-        alone = is_peft(model) and self._of_peft is adapter and state.is_world_process_zero
+        model = _peft_model(around["model"])
+        alone = model is not None and self._of_peft is adapter and state.is_world_process_zero
         if alone and (special := _unservable(model.peft_config[model.active_adapter])):
             log.warning(
                 'vLLM cannot serve this adapter beside its base model, since it has %s; pass peft="merged" where '
@@ -260,7 +263,7 @@ class DeltaSyncCallback(TrainerCallback):
         return self._syncs.metrics()
 
     def _publish(self, publisher: Publisher, model: Any, state: Any) -> None:
-        weights = self._of_peft(model) if is_peft(unwrapped(model)) else model
+        weights = model if _peft_model(model) is None else self._of_peft(model)
         self._syncs.add(publish(publisher, weights, step=state.global_step))
 
 
@@ -336,7 +339,7 @@ class Syncs:
 
 def versions_in(answer: Mapping[str, Any]) -> list[int]:
     """Return the versions that a completion was made with."""
-    return [version for choice in answer.get("choices", ()) for version in versions_of(choice)]
+    return [version for choice in answer.get("choices", ()) for version in names.versions_of(choice)]
 
 
 def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -> PublishHandle | None:

@@ -17,9 +17,9 @@ from typing import Any
 import requests
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from ..core.errors import Misconfigured
-from ..trainer import Publisher
-from .names import MIN_VERSION_HEADER
+from .. import Publisher
+from ..errors import Misconfigured
+from .live import names
 from .trl import Syncs, versions_in
 
 log = logging.getLogger("deltawire")
@@ -53,7 +53,7 @@ class VersionedLoop(_AsyncRolloutLoop):
         if self.lora_name is None and "model" in payload:
             payload = {**payload, "model": await self._served_name(payload["model"])}
             # of every request from now on: it never falls
-            self.session.headers[MIN_VERSION_HEADER] = str(self.model_version)
+            self.session.headers[names.MIN_VERSION_HEADER] = str(self.model_version)
         answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
         seen = _oldest.get()
         if seen is not None:

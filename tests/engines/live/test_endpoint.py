@@ -75,11 +75,11 @@ class Server:
         return self.request("GET", path).json()
 
     def stop(self) -> None:
-        REGISTRY.unregister(self.plugin._metrics)
-        if self.plugin._follower is not None:
-            self.plugin._follower.stop()
-        if self.plugin._relay is not None:
-            self._run(self.plugin._relay.close())
+        REGISTRY.unregister(self.plugin.metrics)
+        if self.plugin.follower is not None:
+            self.plugin.follower.stop()
+        if self.plugin.elsewhere is not None:
+            self._run(self.plugin.elsewhere.close())
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_requests_get_the_versions_they_accept(world: World, make: Any, tmp_path
     assert ask(min="newest").status_code == 400
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, min="1")
-        until(lambda: server.plugin._follower.listeners)
+        until(lambda: server.plugin.follower.listeners)
         world.publish()
         assert waiting.result(60).headers["deltawire-version"] == "1"
     past = ask(exact="0")
@@ -219,7 +219,7 @@ def test_one_of_several_api_servers_follows_and_the_others_pass_on(
             world.client.engine_core.client_index = index  # type: ignore[attr-defined]
             servers.append(make(f"{tmp_path}/run", {"api_server_count": 2}, DELTAWIRE_TOKEN="secret").start())
         first, second = servers
-        assert second.plugin._follower is None
+        assert second.plugin.follower is None
         until(lambda: second.get("/deltawire/status")["state"] == "healthy")
         # the sync is counted a moment after the version is served
         until(lambda: second.get("/deltawire/status") == first.get("/deltawire/status"))
@@ -233,8 +233,8 @@ def test_one_of_several_api_servers_follows_and_the_others_pass_on(
         assert second.request("POST", "/deltawire/pin", json={"version": None}, headers=bearer).status_code == 200
         assert second.request("POST", "/update_weights", json={"version": 1}, headers=bearer).json()["version"] == 1
         # what samples are labelled with
-        until(lambda: second.plugin._version() == 1)
-        first.plugin._follower.failure = RuntimeError("the run has a different model")
+        until(lambda: second.plugin.version() == 1)
+        first.plugin.follower.failure = RuntimeError("the run has a different model")
         assert second.request("GET", "/health").status_code == 503
 
 
@@ -244,7 +244,7 @@ def test_requests_that_name_the_first_run_at_once_begin_one_follower(
     server, made, both, answers = make().start(), [], threading.Event(), []
     # what other API servers pass on is answered by an app in a thread of its own
     others = FastAPI()
-    server.plugin._attach_routes(others)
+    server.plugin.attach_routes(others)
     named = {"json": {"run": f"{tmp_path}/run"}}
 
     async def ask() -> httpx.Response:
@@ -273,9 +273,9 @@ def test_one_of_several_api_servers_ends_all_of_them(world: World, make: Any, mo
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=4711))
     world.client.engine_core.client_index = 0  # type: ignore[attr-defined]
     monkeypatch.setattr("deltawire.engines.vllm.endpoint.serve", lambda app: None)
-    make(args={"api_server_count": 2}).start().plugin._end()
+    make(args={"api_server_count": 2}).start().plugin.end()
     # a single one may be the child of anything
-    make().start().plugin._end()
+    make().start().plugin.end()
     assert killed == [(4711, signal.SIGTERM), (os.getpid(), signal.SIGTERM)]
 
 
@@ -351,7 +351,7 @@ def test_leases_need_the_token_and_a_version(make: Any, tmp_path: Path, loop: as
 
     try:
         scene.trainer.publish()
-        server.plugin._adapters = adapters = scene.follow()
+        server.plugin.adapters = adapters = scene.follow()
         scene.until(version=0)
         good = {"adapter": "policy", "version": 0, "seconds": 600}
         assert post("lease", "wrong", **good) == 401

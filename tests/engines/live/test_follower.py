@@ -162,7 +162,7 @@ class Client:
                 self.fail[number, operation] = left - 1
                 answers.append(self._break(rank, operation))
             else:
-                answers.append(rank.call(message))
+                answers.append(rank.call(args[0]))
         if operation == "apply" and self.stray is not None:
             self.stray()
             self.stray = None
@@ -440,7 +440,7 @@ def test_a_rank_that_listens_anew_answers_no_older_caller(world: World, monkeypa
     def caller() -> Caller:
         folder = arrays.folder()
         folders.append(folder)
-        answer = rank.call(Listen(rank.node, [0], Path(folder.name).name, ""))
+        answer = rank.call(Listen(rank.node, [0], Path(folder.name).name, "").text())
         return Caller(answer["socket"])
 
     folders: list[Any] = []
@@ -668,8 +668,8 @@ def test_weights_that_the_engine_moved_are_put_back_before_reloads_are_compared(
         model.weight.copy_(first.flip(0))
     rank = Rank(model, 0, reload=reload)
     rank.has_moved = lambda: moved[0]
-    staged = rank.call(StageReload("", unchanged=True, prove=False))["staged"]
-    answer = rank.call(Apply([staged]))
+    staged = rank.call(StageReload("", unchanged=True, prove=False).text())["staged"]
+    answer = rank.call(Apply([staged]).text())
     assert ("gave other ones" in answer.get("error", "")) == harmful
     assert torch.equal(model.weight, first) != harmful
 

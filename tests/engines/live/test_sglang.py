@@ -38,6 +38,7 @@ from deltawire.core.errors import Misconfigured
 from deltawire.engines.live.endpoint import Endpoint
 from deltawire.engines.live.engine import Engine
 from deltawire.engines.live.learn import copy_of
+from deltawire.engines.live.messages import for_rank
 from deltawire.engines.live.node import WorkerError
 from deltawire.engines.options import ServerOptions
 from deltawire.engines.sglang import SECRET, core, following, guard, hooks, register
@@ -143,17 +144,17 @@ class Manager(Client):
             made._gather = lambda mine: self._gather(scheduler.number, mine)  # type: ignore[method-assign]
             rank = made._rank
             made._rank = SimpleNamespace(  # type: ignore[assignment]
-                call=lambda message: self._call(scheduler.number, rank, message)
+                call=lambda text: self._call(scheduler.number, rank, text)
             )
         core.handle(None, scheduler, request)  # type: ignore[arg-type]
 
-    def _call(self, number: int, rank: Any, message: Any) -> Any:
-        operation = type(message).__name__.lower()
+    def _call(self, number: int, rank: Any, text: str) -> Any:
+        operation = type(for_rank(text)).__name__.lower()
         left = self.fail.get((number, operation), 0)
         if left:
             self.fail[number, operation] = left - 1
             return self._break(rank, operation)
-        return rank.call(message)
+        return rank.call(text)
 
     def _gather(self, number: int, mine: Any) -> list[Any]:
         self._gathered[number] = mine
@@ -415,9 +416,9 @@ def server(
     living = app.router.lifespan_context(app)
     asyncio.run_coroutine_threadsafe(living.__aenter__(), loop).result(60)
     yield send
-    made._follower.stop(60)  # type: ignore[union-attr]
+    made.follower.stop(60)  # type: ignore[union-attr]
     asyncio.run_coroutine_threadsafe(living.__aexit__(None, None, None), loop).result(60)
-    REGISTRY.unregister(made._metrics)
+    REGISTRY.unregister(made.metrics)
 
 
 @pytest.fixture

@@ -196,10 +196,10 @@ def server(tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.
     living = app.router.lifespan_context(app)
     asyncio.run_coroutine_threadsafe(living.__aenter__(), loop).result(60)
     yield send
-    assert made._adapters is not None
-    made._adapters.stop(60)
+    assert made.adapters is not None
+    made.adapters.stop(60)
     asyncio.run_coroutine_threadsafe(living.__aexit__(None, None, None), loop).result(60)
-    REGISTRY.unregister(made._metrics)
+    REGISTRY.unregister(made.metrics)
 
 
 def test_the_base_and_the_adapters_change_only_by_their_runs(server: Any) -> None:

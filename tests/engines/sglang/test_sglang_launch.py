@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.engines.options import ServerOptions, read
+from deltawire.engines.options import ServerOptions
 from deltawire.engines.sglang.launch import prepare
 
 SGLANG = ["python", "-m", "sglang.launch_server"]
@@ -25,7 +25,7 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert environment["HOME"] == "/root"
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "true"
     assert not {"SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
-    found = read(environment)
+    found = ServerOptions.read(environment)
     assert (found.run, found.pin, found.follow, found.token) == ("s3://runs/chat", "41", True, "t")
 
 
@@ -55,7 +55,7 @@ def test_room_for_adapters() -> None:
     assert command[at : at + 7] == room
     # SGLang takes the last of a flag
     assert command[-2:] == ["--max-lora-rank", "64"]
-    assert read(environment).adapters == adapters
+    assert ServerOptions.read(environment).adapters == adapters
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.engines.options import ServerOptions, read
+from deltawire.engines.options import ServerOptions
 from deltawire.engines.vllm.launch import CPU_KV, kv_gib, prepare
 
 VLLM = ["vllm", "serve"]
@@ -26,7 +26,7 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert "t" not in command
     assert environment["VLLM_PLUGINS"] == "mine,deltawire"
     assert environment["HOME"] == "/root"
-    found = read(environment)
+    found = ServerOptions.read(environment)
     assert (found.run, found.pin, found.follow, found.token) == ("s3://runs/chat", "41", True, "t")
     assert (found.pause, found.plugin_kv) == ("keep", "keep")
 
@@ -34,8 +34,8 @@ def test_the_server_is_told_what_to_follow() -> None:
 def test_without_a_choice_keys_and_values_are_kept_apart_by_version() -> None:
     given = {"DELTAWIRE_KV": "clear"}
     # what the environment says is in the options already
-    assert read(prepare(ServerOptions(run="s3://runs/chat"), "m", VLLM, given)[1]).plugin_kv == "version"
-    assert read(prepare(read(given), "m", VLLM, given)[1]).plugin_kv == "clear"
+    assert ServerOptions.read(prepare(ServerOptions(run="s3://runs/chat"), "m", VLLM, given)[1]).plugin_kv == "version"
+    assert ServerOptions.read(prepare(ServerOptions.read(given), "m", VLLM, given)[1]).plugin_kv == "clear"
 
 
 def test_a_server_of_adapters_alone_has_room_for_them() -> None:
@@ -44,7 +44,7 @@ def test_a_server_of_adapters_alone_has_room_for_them() -> None:
     assert command[:3] == ["vllm", "serve", "a/base"]
     assert command[-5:] == ["--enable-lora", "--max-loras", "5", "--max-cpu-loras", "5"]
     assert not {"--weight-transfer-config", "--served-model-name"} & {*command}
-    assert read(environment).adapters == options.adapters
+    assert ServerOptions.read(environment).adapters == options.adapters
     both, _ = prepare(
         ServerOptions(run="s3://runs/chat", adapters={"policy": "/runs/a"}, adapters_keep=0), "m", VLLM, {}
     )

@@ -58,29 +58,29 @@ class LoadingAdapter(threading.Thread, ABC):
         self._done = self._done or self.put()
         return self._done
 
+    @staticmethod
+    def call(rank: Any, begin: Callable[[], LoadingAdapter], operation: str, id: Any) -> Answer:
+        """What all ranks do at the same step with the adapter `id`.
 
-def call(rank: Any, begin: Callable[[], LoadingAdapter], operation: str, id: Any) -> Answer:
-    """What all ranks do at the same step with the adapter `id`.
+        stage     begin to read it, in a thread; whether it has been read
+        load      put what was read in place, or a part of it; whether all is
+        unload    drop it, whatever of it is there
 
-    stage     begin to read it, in a thread; whether it has been read
-    load      put what was read in place, or a part of it; whether all is
-    unload    drop it, whatever of it is there
-
-    Errors are returned: every rank must learn of those of the others, and vLLM loses count of the answers if one
-    raises. `rank` is the engine's object that keeps what is loaded.
-    """
-    loading: dict[Any, LoadingAdapter] = rank.__dict__.setdefault("deltawire_loading", {})
-    try:
-        if operation == "stage":
-            if id not in loading:
-                loading[id] = begin()
-                loading[id].start()
-            return {"done": not loading[id].is_alive()}
-        if operation == "load":
-            return {"done": loading[id].proceed()}
-        if id in loading:
-            loading[id].unload()
-            del loading[id]
-        return {}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        Errors are returned: every rank must learn of those of the others, and vLLM loses count of the answers if one
+        raises. `rank` is the engine's object that keeps what is loaded.
+        """
+        loading: dict[Any, LoadingAdapter] = rank.__dict__.setdefault("deltawire_loading", {})
+        try:
+            if operation == "stage":
+                if id not in loading:
+                    loading[id] = begin()
+                    loading[id].start()
+                return {"done": not loading[id].is_alive()}
+            if operation == "load":
+                return {"done": loading[id].proceed()}
+            if id in loading:
+                loading[id].unload()
+                del loading[id]
+            return {}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}

@@ -348,7 +348,11 @@ class Adapters(ABC):
         follower = self.followers.get(model) or self.followers.get(model.rpartition("@")[0])
         if follower is None:
             return None
-        return follower, lambda: found.version if (found := self._registry.find(model)) else None
+        return follower, lambda: found.version if (found := self.find(model)) else None
+
+    def find(self, model: str) -> Loaded | None:
+        """Return the version that a request for `policy` or `policy@41` gets; None if that is not loaded."""
+        return self._registry.find(model)
 
     # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -358,7 +362,7 @@ class Adapters(ABC):
 
     @abstractmethod
     async def call_ranks(self, operation: str, **arguments: Any) -> list[Answer]:
-        """Call `adapter_worker.call` of the engine on all ranks, between two steps."""
+        """Have all ranks call `LoadingAdapter.call`, between two steps."""
 
     @abstractmethod
     def serve(self, loaded: Loaded) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from .channel import Answer
-from .messages import ToRank
 
 
 class Engine(Protocol):
@@ -20,8 +19,8 @@ class Engine(Protocol):
     has_draft: bool
     """Whether a draft model proposes tokens, whose weights stay what they are."""
 
-    async def call(self, message: ToRank) -> list[Answer]:
-        """Send a message to every `Rank`, between two steps. Returns their answers in order."""
+    async def call(self, text: str) -> list[Answer]:
+        """Have every `Rank` called with this text, between two steps. Returns their answers in order."""
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """Let the step in flight finish, write what ranks have staged, and go on, as it was before. If a rank fails,

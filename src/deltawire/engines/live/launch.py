@@ -94,9 +94,11 @@ WRITTEN = ".deltawire"
 """A file in each folder that `write_version` made: it may be replaced."""
 
 
-def write_version(run: str, version: int | str | None, place: Path, *, reference: str | Path | None = None) -> int:
+def write_version(
+    run: str | Run, version: int | str | None, place: Path, *, reference: str | Path | None = None
+) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
-    opened = Run.open(run)
+    opened = run if isinstance(run, Run) else Run.open(run)
     want = resolve(opened, version)
     if place.is_dir() and any(place.iterdir()):
         if not (place / "config.json").is_file():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,8 +107,11 @@ class Learned:
         return [_at(layer, piece, tables[shape]) for (_, piece), shape in zip(pieces, shapes, strict=True)]
 
 
-def copy_of(module: nn.Module) -> Any:
-    """A copy of a module that a hook may change: dictionaries and buffers of its own, everything else shared."""
+def copy_of(module: Any) -> Any:
+    """A copy of a module that a hook may change: dictionaries and buffers of its own, everything else shared. A shallow
+    copy of what is no module."""
+    if not isinstance(module, nn.Module):
+        return copy(module)
     made: Any = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for kind in ("_parameters", "_modules"):

@@ -34,7 +34,7 @@ from ...core.change import Region
 from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
 from ...replica.target import Delta, Update
-from .. import options
+from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
 from .decoder import Decoder
@@ -179,7 +179,7 @@ class Node:
 
     @call.register
     def _fetch(self, message: Fetch) -> list[Answer]:
-        chosen = options.read()
+        chosen = ServerOptions.read()
         # this node may have a bucket of its own that is nearer
         run = Run.open(chosen.run or message.run)
         version, to, base, claim = message.version, message.digest, message.base, message.claim

@@ -55,6 +55,7 @@ from .messages import (
     StageFull,
     StageReload,
     ToRank,
+    for_rank,
 )
 from .node import NodeProcess, read_lent, write_lent
 from .placement import open_shard, trace
@@ -97,6 +98,8 @@ class Rank:
         """The node that this rank is on."""
         self.has_moved: Callable[[], bool] = lambda: False
         """Whether weights are not where a reload puts them, because the engine has moved them since the start."""
+        self.on_layout: Callable[[], None] = lambda: None
+        """Called before the weights are located, when a run begins to be followed."""
         self._model, self._number, self._loading = model, number, loading
         self._counted = number
         """Number among the ranks of all data-parallel servers; `_number` counts from the first one of this server."""
@@ -118,8 +121,11 @@ class Rank:
         self._written: _Staged | None = None
         """What `apply` has begun to write."""
 
-    def call(self, message: ToRank) -> Answer:
-        """Do what a message asks for. An error is returned as an answer, so that all ranks answer."""
+    def call(self, text: str) -> Answer:
+        """Do what the text of a message asks for. An error is returned as an answer, so that all ranks answer."""
+        return self._called(for_rank(text))
+
+    def _called(self, message: ToRank) -> Answer:
         try:
             return self._do(message)
         except Exception as error:
@@ -134,6 +140,7 @@ class Rank:
 
     @_do.register
     def _layout(self, message: Layout) -> Answer:
+        self.on_layout()
         self._number = self._counted - message.first
         self._schema = message.schema
         problems = self._problems()
@@ -227,7 +234,7 @@ class Rank:
         with self._one:
             if path != self._socket:
                 return {"error": f"this rank listens elsewhere by now, and does not do {type(message).__name__}"}
-            return self.call(message)
+            return self._called(message)
 
     @_do.register
     def _stage_delta(self, message: StageDelta) -> Answer:

@@ -7,12 +7,12 @@ the response: a header, and `weight_versions` in every choice.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from ..bounds import BadBound, Bound, Following, reached
+from ..bounds import BadBound, Bound, Following
 from ..names import VERSION_HEADER, VERSIONS_FIELD
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -37,6 +37,15 @@ class Record:
         self.adapter_version: int | None = None
         """The version of the adapter that makes the answer; None if no followed adapter does."""
 
+    def note(self, choice: int, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Note the tokens of a choice: by version, under the name that the engine has for it, from `start` to `end`
+        where they are known. Engines mark the tokens of an adapter with the version of the base weights; here they are
+        the adapter's."""
+        if self.adapter_version is not None:
+            ends = {"start": 0, "end": spans[-1]["end"]} if spans and "end" in spans[-1] else {}
+            spans = [{"version": self.adapter_version, **ends}] if spans else []
+        self.spans[choice] = [{**span, "version": _number(span["version"])} for span in spans]
+
     def breaks_bound(self, spans: list[dict[str, Any]]) -> bool:
         """Whether a choice has tokens that the request does not accept."""
         return self.bound is not None and not all(self.bound.allows(span["version"]) for span in spans)
@@ -53,9 +62,9 @@ current: ContextVar[Record | None] = ContextVar("deltawire_record", default=None
 """The record of the HTTP request that is being answered; None for those that are not labelled."""
 
 
-def number(version: str) -> int | str:
+def _number(version: Any) -> Any:
     """A version as clients see it, from the name that an engine has for it."""
-    return int(version) if version.isdecimal() else version
+    return int(version) if isinstance(version, str) and version.isdecimal() else version
 
 
 def observe(owner: Any, method: str, begin: Callable[[Record], Callable[[Any], None]]) -> None:
@@ -137,7 +146,7 @@ class VersionMiddleware:
                 body, receive = await read_ahead(receive)
                 named = (found for name in models(body) if (found := adapter(name)) is not None)
                 follower, present = next(named, (follower, present))
-            if follower is None or not await reached(bound, follower, present, self._wait_s):
+            if follower is None or not await bound.reached(follower, present, self._wait_s):
                 pin = None if follower is None else follower.pin
                 await _send_json(send, 409, bound.refusal(present(), pin=pin), present())
                 return

@@ -364,7 +364,7 @@ class EngineTarget:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _all(self, message: messages.ToRank) -> list[Answer]:
-        answers = self.run(self.engine.call(message))
+        answers = self.run(self.engine.call(message.text()))
         if failed := errors(answers):
             raise WorkerError(failed[0])
         return answers  # type: ignore[no-any-return]

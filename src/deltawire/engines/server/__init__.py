@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import MissingExtra
-from ...core.extras import install_command
+from ...errors import MissingExtra
 
 if TYPE_CHECKING:
     from ..http import Connections
-    from ..options import ServerOptions
+    from ..live import ServerOptions
     from .server import RolloutServer
 
 __all__ = ["Connections", "RolloutServer", "ServerOptions"]
@@ -25,4 +24,4 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         if error.name is None or error.name.startswith("deltawire"):
             raise
-        raise MissingExtra(f"{error.name} is not installed: {install_command('serve')}") from error
+        raise MissingExtra(f"{error.name} is not installed", "serve") from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
-from ..names import VERSIONS_FIELD
+from ..live import names
 from .requests import ChatRequest, CommonRequest, CompletionRequest
 from .sequence import NewTokens, Sequence
 
@@ -151,7 +151,7 @@ def _end(sequence: Sequence) -> dict[str, Any]:
     return {
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
-        VERSIONS_FIELD: [
+        names.VERSIONS_FIELD: [
             {"version": version, "start": start, "end": end}
             for (version, _), (start, end) in zip(sequence.spans, pairwise(ends), strict=True)
         ],

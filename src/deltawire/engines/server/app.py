@@ -19,9 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import control, names
-from ..access import is_bearer
-from ..bounds import BadBound, Bound, reached
+from ..live import Bound, access, control, names
 from .answers import Answer, ChatAnswer, CompletionAnswer, made_by
 from .requests import ChatRequest, CompletionRequest, Refused, parse
 from .scheduler import QueueFull, Updates, notify
@@ -154,7 +152,7 @@ class _Guard:
         # the path that is routed by; a URL made of it would have the client's Host header in it
         token, path = self._server.options.token, scope["path"]
         needed = path.startswith(_CONTROL) or (self._server.options.guard_all and path != "/health")
-        if token is not None and needed and not is_bearer(Headers(scope=scope).get("authorization", ""), token):
+        if token is not None and needed and not access.is_bearer(Headers(scope=scope).get("authorization", ""), token):
             refused = Refused("this route needs the server's bearer token", None, 401, "authentication_error")
             app = _error(refused, {"www-authenticate": "Bearer"})
         await app(scope, receive, counted)
@@ -168,13 +166,13 @@ async def _answer(server: RolloutServer, http: Request, kind: Kind) -> Response:
     try:
         bound = Bound.of(http.headers.raw)
         sequences, answer = await _read(server, http, kind, events)
-    except BadBound as error:
+    except ValueError as error:
         raise Refused(str(error)) from None
     except ClientDisconnect:
         return Response(status_code=499)
     loop, seconds = asyncio.get_running_loop(), server.options.request_timeout
     until, wait = loop.time() + seconds, min(server.options.version_wait, seconds)
-    if bound is not None and not await reached(bound, server.follower, lambda: server.follower.version, wait):
+    if bound is not None and not await bound.reached(server.follower, lambda: server.follower.version, wait):
         return _conflict(server, bound)
     try:
         server.scheduler.add(sequences)

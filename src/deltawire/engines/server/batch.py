@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer
 
-from ...core.errors import SchemaMismatch
+from ...errors import SchemaMismatch
 
 _SPARE = 32
 

@@ -16,16 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from ...bucket.checkpoint_folder import fill_for_engine
-from ...bucket.references import resolver
-from ...bucket.run import Run
-from ...bucket.versions import resolve
-from ...bucket.watch import wait_for_run
-from ...core.errors import DeltawireError, SchemaMismatch
-from ...core.full import lacks_tokenizer, weight_files
-from ...core.schema import Schema
+from ... import Run, Schema, wait_for_run
+from ...errors import DeltawireError, SchemaMismatch
 from ...store import Store
-from ..options import ServerOptions
+from ..live import ServerOptions, lacks_tokenizer, launch
 from .batch import require_batchable
 from .template import ChatTemplate
 
@@ -63,10 +57,10 @@ def load_options(options: ServerOptions, address: str | Store) -> LoadedModel:
     load_from = partial(load, dtype=dtype, device=options.device, max_model_len=options.max_model_len)
     if options.model is not None:
         return load_from(options.model)
-    version = resolve(run(), "latest" if options.pin is None else options.pin)
     with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as made:
-        fill_for_engine(Path(made), run(), version, resolver(options.reference))
-        return load_from(made)
+        folder = Path(made, "m")
+        launch.write_version(run(), options.pin, folder, reference=options.reference)
+        return load_from(str(folder))
 
 
 def compute_dtype(options: ServerOptions, run: Callable[[], Run]) -> torch.dtype:
@@ -92,9 +86,10 @@ def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len:
     if place.is_dir() and not any(place.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
-        if place.is_dir():
-            weight_files(place)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, trust_remote_code=False)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, trust_remote_code=False)
+        except FileNotFoundError as error:
+            raise SchemaMismatch(f"{source} is not a whole checkpoint folder: {error}") from error
     model = model.to(device).eval().requires_grad_(False)
     require_batchable(model, source)
     tokenizer = _tokenizer(source)

@@ -21,12 +21,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..options import LogprobsMode
 from .sequence import Sequence
 
 
 def draw(
-    logits: Tensor, sequences: Rows[Sequence], mode: LogprobsMode
+    logits: Tensor, sequences: Rows[Sequence], mode: str
 ) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
     """Draw a token for each row of logits. Returns token, log-probability and likeliest tokens, for `Sequence.take`."""
     raw = logits.float()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..options import ServerOptions
+from ..live import ServerOptions
 from .batch import Batch
 from .sampling import draw
 from .sequence import NewTokens, Sequence

@@ -17,16 +17,10 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...core.digest import StateDigest
-from ...replica.model import ModelTarget
+from ... import StateDigest
 from ...store import Store
-from .. import control
-from ..access import check_guarded, listen, public_address
-from ..fingerprint import fingerprint
-from ..follower import Follower, pinned
 from ..http import Connections, Server
-from ..names import model_name
-from ..options import ServerOptions
+from ..live import Follower, ServerOptions, access, control, fingerprint, names
 from .app import PREPARED_AT_ONCE, build
 from .loading import LoadedModel, load_options
 from .offload import Offload
@@ -76,11 +70,11 @@ class RolloutServer:
             poll=options.poll,
             id=options.id,
             reference=options.reference,
-            address=options.address or public_address(options.host, self.port),
+            address=options.address or access.public_address(options.host, self.port),
             on_failure=self.stop,
         )
         self.metrics = Metrics(self.scheduler, self.follower)
-        self.name = options.name or model_name(self.follower.replica.url)
+        self.name = options.name or names.model_name(self.follower.replica.url)
         """Name of the model, as clients see it."""
         self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.max_queue)
         self.offload = Offload(PREPARED_AT_ONCE)
@@ -107,14 +101,14 @@ class RolloutServer:
         store        the run's store, instead of that at `options.run`
         connections  limits on connections; by default the usual ones, for `options.max_connections`
         """
-        check_guarded(options.host, options.token)
+        access.check_guarded(options.host, options.token)
         # before anything that takes long: a port that is taken is reported at once
-        bound, run = listen(options.host, options.port), store or options.run
+        bound, run = access.listen(options.host, options.port), store or options.run
         try:
             if options.threads:
                 torch.set_num_threads(options.threads)
             connections = connections or Connections(options.max_connections)
-            pin = pinned(run, options.pin)
+            pin = Follower.pinned(run, options.pin)
             return cls(options, run, pin, on_version, connections, bound, load_options(options, run))
         except BaseException:
             bound.close()
@@ -188,7 +182,7 @@ class ServerFollower(Follower):
     def __init__(
         self, run: str | Store, model: Any, scheduler: Scheduler, on_version: OnVersion, **options: Any
     ) -> None:
-        super().__init__(run, ModelTarget(model), pause=self._pause, **options)
+        super().__init__(run, model, pause=self._pause, **options)
         self._model = model
         self.still = threading.Lock()
         """Held while weights are written, and by readers that need all of them at one version."""

@@ -78,10 +78,10 @@ def _attach(server_args: object, tokenizer_manager: object, *args: object, **kwa
 
 
 def _hook_scheduler() -> None:
-    from .. import options
+    from ..live import ServerOptions
     from . import core, hooks
 
-    chosen = options.read()
+    chosen = ServerOptions.read()
     _add(f"{_SCHEDULER}.handle_dumper_control", core.handle, "around")
     _add(f"{_SCHEDULER}.process_batch_result", core.process, "around")
     if chosen.plugin_kv != "keep":

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..live import adapter_worker
-from ..live.channel import Answer
+from ..live import Answer, LoadingAdapter
 
 
 def call(scheduler: Any, operation: str, id: str, name: str = "", folder: str = "") -> Answer:
-    """Do a part of the way of an adapter on this rank (live/adapter_worker.py)."""
-    return adapter_worker.call(scheduler, lambda: _SGLangLoading(scheduler, id, name, folder), operation, id)
+    """Do a part of the way of an adapter on this rank (`LoadingAdapter.call`)."""
+    return LoadingAdapter.call(scheduler, lambda: _SGLangLoading(scheduler, id, name, folder), operation, id)
 
 
-class _SGLangLoading(adapter_worker.LoadingAdapter):
+class _SGLangLoading(LoadingAdapter):
     """Reads an adapter in SGLang's own way to a new one, with a copy of its lists of them."""
 
     def __init__(self, scheduler: Any, id: str, name: str, folder: str) -> None:

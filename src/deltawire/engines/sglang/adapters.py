@@ -13,9 +13,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from ...core.errors import Misconfigured
-from ..live.adapters import AdapterFollower, Adapters, Loaded
-from ..live.channel import Answer
+from ...errors import Misconfigured
+from ..live import Adapters, Answer, Loaded
 from .engine import call
 
 _END_S = 10.0
@@ -35,7 +34,7 @@ class SglangAdapters(Adapters):
         self._lend_to(manager)
         self._name_models()
 
-    def followed(self, model: str) -> tuple[AdapterFollower, Any] | None:
+    def followed(self, model: str) -> Any:
         # SGLang also takes `base:policy`
         return super().followed(model) or super().followed(self._own_name(model))
 
@@ -105,7 +104,7 @@ class SglangAdapters(Adapters):
         if len(names) > 1:
             raise HTTPException(400, "a request is answered by one adapter: send one request for each")
         name = self._own_name(followed[0])
-        loaded = self._registry.find(name)
+        loaded = self.find(name)
         if loaded is None:
             raise HTTPException(404, f"The model `{name}` is not loaded any more: ask for a later version.")
         return loaded, name == loaded.full_name

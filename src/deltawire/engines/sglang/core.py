@@ -20,8 +20,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-from ..live.channel import Answer
-from ..live.swap import errors, salted, write_all
+from ..live import Answer, salted, write_all
 from . import NAME, SECRET, adapter_worker
 
 log = logging.getLogger("deltawire")
@@ -77,7 +76,7 @@ class Core:
         from sglang.srt.model_loader.utils import set_default_torch_dtype
         from sglang.srt.runtime_context import get_parallel
 
-        from ..live.rank import Rank
+        from ..live import Rank
         from .guard import problems_of
         from .hooks import hooked_layers
 
@@ -116,7 +115,8 @@ class Core:
         paused = scheduler._engine_paused
         self._drain()
         stopped = time.perf_counter()
-        if clear and (failed := errors(self._gather(self._clear()))):
+        cleared = self._gather(self._clear()) if clear else []
+        if failed := [f"rank {rank}: {each['error']}" for rank, each in enumerate(cleared) if "error" in each]:
             answer: Answer = {"failure": failed[0]}
         else:
             answer = write_all(self._everywhere, staged)
@@ -164,9 +164,7 @@ class Core:
     # ── each rank by itself ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _everywhere(self, text: str) -> list[Answer]:
-        from ..live.messages import for_rank
-
-        return self._gather(self._rank.call(for_rank(text)))
+        return self._gather(self._rank.call(text))
 
     def _gather(self, mine: Answer) -> list[Answer]:
         """The answers of all ranks, on each of them."""

@@ -1,4 +1,4 @@
-"""SGLang as a target sees it: its tokenizer manager, in the HTTP server (`Engine` in ../live/engine.py)."""
+"""SGLang as a target sees it: its tokenizer manager, in the HTTP server (`Engine` of ../live)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
 )
 
-from ..live.channel import Answer
-from ..live.messages import ToRank
-from ..options import ServerOptions
+from ..live import Answer, ServerOptions
 from . import NAME, SECRET
 
 
@@ -39,8 +37,8 @@ class SglangEngine:
         # prompt lookup has no weights; all others have, in a checkpoint of their own or in layers that are not followed
         self.has_draft = manager.server_args.resolved_dict().get("speculative_algorithm") not in (None, "NGRAM")
 
-    async def call(self, message: ToRank) -> list[Answer]:
-        return await call(self._manager, "rank", {"text": message.text()})
+    async def call(self, text: str) -> list[Answer]:
+        return await call(self._manager, "rank", {"text": text})
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.errors import Misconfigured
-from ...core.full import lacks_tokenizer
-from .. import options
+from ...errors import Misconfigured
+from ..live import ServerOptions, lacks_tokenizer
 
 _NEEDED = {
     "dp_size": (1, "data-parallel ranks do not switch together yet"),
@@ -22,7 +21,7 @@ _NEEDED = {
 
 def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Raise Misconfigured for settings that cannot work, before a model is loaded."""
-    chosen, config = server_args.resolved_dict(), options.read()
+    chosen, config = server_args.resolved_dict(), ServerOptions.read()
     if config.adapters:
         _require_room(chosen, len(config.adapters), config.adapters_keep)
     for name, (needed, reason) in _NEEDED.items():
@@ -63,7 +62,7 @@ def _require_room(chosen: dict[str, Any], adapters: int, keep: int) -> None:
 
 def problems_of(model: Any, server_args: Any, model_config: Any) -> list[str]:
     """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
-    from ..live.guard import common_problems
+    from ..live import common_problems
 
     problems, chosen = common_problems(model, model_config), server_args.resolved_dict()
     for name, reason in {

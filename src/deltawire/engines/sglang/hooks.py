@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ..live.learn import Layer, copy_of, without_data
+from ..live import Layer, copy_of, without_data
 
 _LOADED = "deltawire_loaded"
 """Attribute of a layer: its parameters as the loader fills them, without data."""
@@ -33,6 +32,6 @@ def hooked_layers(model: nn.Module) -> list[Layer]:
 
 
 def _run(method: Any, made: Any) -> None:
-    mine = copy_of(method) if isinstance(method, nn.Module) else copy.copy(method)
+    mine = copy_of(method)
     made.quant_method = mine
     mine.process_weights_after_loading(made)

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...core.errors import MissingExtra
-from ...core.extras import install_command
-from ..live.launch import listen_flags, tokenizer_flags
-from ..options import ServerOptions
+from ...errors import MissingExtra
+from ..live import ServerOptions, launch
 from .guard import adapter_flags
 
 ON_A_CPU = (
@@ -29,9 +27,7 @@ def find() -> list[str]:
     spec = find_spec("sglang")
     # a mere folder of that name on the path is a package without an origin
     if spec is None or spec.origin is None:
-        raise MissingExtra(
-            f"SGLang is not installed here: {install_command('sglang')}, or serve without --engine sglang"
-        )
+        raise MissingExtra("SGLang is not installed here; serve without --engine sglang, or install it", "sglang")
     return [sys.executable, "-m", "sglang.launch_server"]
 
 
@@ -59,14 +55,14 @@ def prepare(
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         given = {flag.partition("=")[0] for flag in options.extra}
         chosen = [part for flag in ON_A_CPU if flag[0] not in given for part in flag]
-    without = tokenizer_flags(
+    without = launch.tokenizer_flags(
         options, model, ["--skip-tokenizer-init"], otherwise="--tokenizer-path",
         requests='only /generate answers, with "output_ids" to "input_ids"',
     )  # fmt: skip
     length = ["--context-length", str(options.max_model_len)] if options.max_model_len else []
     return (
         [
-            *command, "--model-path", str(model), *listen_flags(options), *_room(options), *length,
+            *command, "--model-path", str(model), *launch.listen_flags(options), *_room(options), *length,
             *chosen, *without, *options.extra,
         ],
         {**environment, **variables},

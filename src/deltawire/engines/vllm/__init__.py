@@ -77,10 +77,10 @@ def _prepare_core() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    from .. import options
+    from ..live import ServerOptions
     from . import core
 
-    core.attach(EngineCore, Scheduler, salts=options.read().plugin_kv == "version")
+    core.attach(EngineCore, Scheduler, salts=ServerOptions.read().plugin_kv == "version")
 
 
 NEXT_STEP = (
@@ -126,15 +126,12 @@ def _call(worker: Any, text: str) -> dict[str, Any]:
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
-    from ..live.messages import Layout, for_rank
     from .guard import have_experts_moved, hold_experts
 
-    message = for_rank(text)
     rank.reload = lambda folder: _reload(worker, folder)
     rank.has_moved = lambda: have_experts_moved(worker.model_runner)
-    if isinstance(message, Layout):
-        hold_experts(worker.model_runner)
-    return rank.call(message)  # type: ignore[no-any-return]
+    rank.on_layout = lambda: hold_experts(worker.model_runner)
+    return rank.call(text)  # type: ignore[no-any-return]
 
 
 def _reload(worker: Any, folder: str) -> None:

@@ -9,20 +9,19 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from ..live import adapter_worker
-from ..live.channel import Answer
+from ..live import Answer, LoadingAdapter
 
 TURN_S = 0.0005
 """Seconds of copying to the device between two steps."""
 
 
 def call(worker: Any, operation: str, id: int, name: str = "", folder: str = "") -> Answer:
-    """Do a part of the way of an adapter on this rank (live/adapter_worker.py). The API server reaches this method
+    """Do a part of the way of an adapter on this rank (`LoadingAdapter.call`). The API server reaches this method
     through `collective_rpc("deltawire_adapter", …)`."""
-    return adapter_worker.call(worker, lambda: _VLLMLoading(worker, id, name, folder), operation, id)
+    return LoadingAdapter.call(worker, lambda: _VLLMLoading(worker, id, name, folder), operation, id)
 
 
-class _VLLMLoading(adapter_worker.LoadingAdapter):
+class _VLLMLoading(LoadingAdapter):
     """Reads and merges an adapter as vLLM does, but beside the model; then registers it; then copies it in turns with
     steps of the model, none of which uses it yet."""
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from ...core.errors import Misconfigured
-from ..live.adapters import Adapters, Loaded
-from ..live.channel import Answer
+from ...errors import Misconfigured
+from ..live import Adapters, Answer, Loaded
 from .engine import call_ranks
 
 
@@ -94,7 +93,7 @@ class VllmAdapters(Adapters):
     def _chosen(self, lora_request: Any) -> Loaded | None:
         """Return the version that a request gets; None if its adapter is none of these."""
         name = lora_request.lora_name
-        loaded = self._by_id.get(lora_request.lora_int_id) or self._registry.find(name)
+        loaded = self._by_id.get(lora_request.lora_int_id) or self.find(name)
         if loaded is None and self.followed(name):
             from vllm.exceptions import VLLMNotFoundError
 

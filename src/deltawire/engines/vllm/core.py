@@ -14,10 +14,11 @@ beside that; one that begins with `keep:` is left alone, so that the turns of a 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from ..live.swap import Everywhere, salted, undo_all, write_all
+from ..live import Answer, salted, undo_all, write_all
 
 _OWN = "deltawire_own_salt"
 """Attribute of a request: the salt its client gave it."""
@@ -107,7 +108,7 @@ def undo(core: Any, staged: list[int]) -> dict[str, Any]:
     return undo_all(_everywhere(core), staged)
 
 
-def _everywhere(core: Any) -> Everywhere:
+def _everywhere(core: Any) -> Callable[[str], list[Answer]]:
     return lambda text: core.collective_rpc("deltawire", args=(text,), kwargs={})
 
 

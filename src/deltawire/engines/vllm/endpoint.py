@@ -12,11 +12,8 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
-from ...core.errors import Misconfigured
-from ...core.full import lacks_tokenizer
-from ..bounds import Following
-from ..live.endpoint import Endpoint
-from ..live.samples import Record, number, observe
+from ...errors import Misconfigured
+from ..live import Endpoint, Record, lacks_tokenizer, observe
 from . import BACKEND_FLAG, NAME
 from .adapters import VllmAdapters
 from .engine import VllmEngine
@@ -35,14 +32,12 @@ class Plugin(Endpoint):
 
     def __init__(self) -> None:
         super().__init__()
-        self._relay: Relay | None = None
-        """Where another API server follows the run."""
         self._several = False
         """Whether there are several API servers, which another process started."""
 
     def attach_router(self, app: Any) -> None:
         self.attach(app)
-        app.add_middleware(RelayMiddleware, relay=lambda: self._relay)
+        app.add_middleware(RelayMiddleware, relay=lambda: self.elsewhere)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
@@ -54,25 +49,25 @@ class Plugin(Endpoint):
                 "start vllm serve without --data-parallel-rank and without external or hybrid load balancing"
             )
         backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
-        if backend != NAME and self._options.run:
-            raise Misconfigured(f"this server cannot follow {self._options.run}: start it with {BACKEND_FLAG}")
-        if backend != NAME and not self._options.adapters:
+        if backend != NAME and self.options.run:
+            raise Misconfigured(f"this server cannot follow {self.options.run}: start it with {BACKEND_FLAG}")
+        if backend != NAME and not self.options.adapters:
             log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
         model = (args.served_model_name or [args.model])[0]
         if getattr(args, "uds", None):
             # a Unix socket: for clients of this machine, and no address for others
-            self._listens("127.0.0.1", None, model)
+            self.listens("127.0.0.1", None, model)
         else:
-            self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
-        observe(engine_client, "generate", partial(note_versions, present=self._version))
+            self.listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
+        observe(engine_client, "generate", partial(note_versions, present=self.version))
         self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
-        if several and self._options.adapters:
+        if several and self.options.adapters:
             raise Misconfigured("adapters are followed by one API server: start vllm serve with --api-server-count 1")
-        if self._options.adapters and getattr(parallel, "nnodes", 1) > 1:
+        if self.options.adapters and getattr(parallel, "nnodes", 1) > 1:
             raise Misconfigured("adapters are written to a folder that all ranks read: serve them on one node")
         if several and engine_client.engine_core.client_index:
-            self._relay = Relay()
-            await self._relay.connect()
+            self.elsewhere = relay = Relay()
+            await relay.connect()
             return
         if not getattr(args, "skip_tokenizer_init", False) and lacks_tokenizer(args.tokenizer or args.model):
             log.warning(
@@ -81,28 +76,22 @@ class Plugin(Endpoint):
                 args.tokenizer or args.model,
                 " ".join(WITHOUT_TOKENIZER),
             )
-        await self.open(VllmEngine(engine_client, self._options))
-        if self._options.adapters:
-            self._follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))
+        await self.open(VllmEngine(engine_client, self.options))
+        if self.options.adapters:
+            self.follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))
         if several:
             others = FastAPI()
             others.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
-            self._attach_routes(others)
+            self.attach_routes(others)
             serve(others)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         parent = multiprocessing.parent_process()
         if self._several and parent is not None:
             # it ends all of them, and the engines; if this one ended alone, the others would go on
             os.kill(parent.pid or os.getpid(), signal.SIGTERM)
         else:
-            super()._end()
-
-    def _leader(self) -> Following | None:
-        return self._follower or self._relay
-
-    def _version(self) -> int | None:
-        return self._relay.version if self._relay is not None else super()._version()
+            super().end()
 
 
 def note_versions(record: Record, present: Callable[[], Any]) -> Callable[[Any], None]:
@@ -115,17 +104,13 @@ def note_versions(record: Record, present: Callable[[], Any]) -> Callable[[Any],
         for choice in output.outputs:
             spans = getattr(choice, "weight_versions", None)
             if spans is not None:
-                found = [{"version": number(s.version), "start": s.start, "end": s.end} for s in spans]
+                found = [{"version": s.version, "start": s.start, "end": s.end} for s in spans]
             elif choice.finish_reason is not None:
                 # no more is known than what it began and ended with
                 found = [{"version": version} for version in dict.fromkeys((first, present()))]
             else:
                 continue
-            if record.adapter_version is not None:
-                # the engine marks tokens with the version of the base weights
-                ends = {"start": 0, "end": found[-1]["end"]} if spans else {}
-                found = [{"version": record.adapter_version, **ends}]
-            record.spans[prompt * len(output.outputs) + choice.index] = found
+            record.note(prompt * len(output.outputs) + choice.index, found)
 
     return note
 

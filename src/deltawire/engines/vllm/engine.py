@@ -1,4 +1,4 @@
-"""vLLM as a target sees it: its engine client, in the API server (`Engine` in ../live/engine.py)."""
+"""vLLM as a target sees it: its engine client, in the API server (`Engine` of ../live)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from ..live.channel import Answer
-from ..live.messages import ToRank
-from ..options import ServerOptions
+from ..live import Answer, ServerOptions
 
 
 class VllmEngine:
@@ -27,8 +25,8 @@ class VllmEngine:
         first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
         self.first_rank = first * config.parallel_config.world_size if first else 0
 
-    async def call(self, message: ToRank) -> list[Answer]:
-        return await call_ranks(self._client, "deltawire", message.text())
+    async def call(self, text: str) -> list[Answer]:
+        return await call_ranks(self._client, "deltawire", text)
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all

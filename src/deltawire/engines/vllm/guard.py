@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.errors import Misconfigured
-from ..live.guard import common_problems
+from ...errors import Misconfigured
+from ..live import common_problems
 
 log = logging.getLogger("deltawire")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from ..live.learn import Layer, copy_of, without_data
+from ..live import Layer, copy_of, without_data
 from .guard import forget_kernel
 
 
@@ -35,7 +34,7 @@ def hooked_layers(model: nn.Module) -> list[Layer]:
 
 
 def _run(method: Any, made: Any) -> None:
-    mine = copy_of(method) if isinstance(method, nn.Module) else copy.copy(method)
+    mine = copy_of(method)
     forget_kernel(mine)
     made.quant_method = mine
     made.__dict__.pop("_already_called_process_weights_after_loading", None)

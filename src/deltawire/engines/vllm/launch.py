@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.errors import MissingExtra
-from ...core.extras import install_command
-from ..live.launch import listen_flags, tokenizer_flags
-from ..options import ServerOptions
+from ...errors import MissingExtra
+from ..live import ServerOptions, launch
 
 BACKEND = '{"backend": "deltawire"}'
 CPU_KV = "VLLM_CPU_KVCACHE_SPACE"
@@ -28,7 +26,7 @@ def find() -> list[str]:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.is_file() else shutil.which("vllm")
     if not found:
-        raise MissingExtra(f"vLLM is not installed here: {install_command('vllm')}, or serve without --engine vllm")
+        raise MissingExtra("vLLM is not installed here; serve without --engine vllm, or install it", "vllm")
     return [found, "serve"]
 
 
@@ -40,7 +38,7 @@ def prepare(
     length = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     logprobs = ["--logprobs-mode", options.logprobs_mode]
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
-    without = tokenizer_flags(
+    without = launch.tokenizer_flags(
         options, model, WITHOUT_TOKENIZER, otherwise="--tokenizer",
         requests='/v1/completions takes token ids, gives them to a request with "return_token_ids": true, and refuses '
         "text",
@@ -51,7 +49,7 @@ def prepare(
         variables[CPU_KV] = str(kv_gib())
     return (
         [
-            *command, str(model), *listen_flags(options), *backend, *length, *logprobs, *_room(options),
+            *command, str(model), *launch.listen_flags(options), *backend, *length, *logprobs, *_room(options),
             *without, *options.extra,
         ],
         variables,

@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from fastapi import Request, Response
 
-from ..control import MAX_BODY
+from ..live import control
 from . import SOCKETS
 
 
@@ -79,7 +79,7 @@ class Relay:
         body = b""
         async for part in Request(scope, receive).stream():
             body += part
-            if len(body) > MAX_BODY:
+            if len(body) > control.MAX_BODY:
                 await Response(status_code=413)(scope, receive, send)
                 return
         kept = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-type")}

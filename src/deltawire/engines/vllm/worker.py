@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ...core.errors import Misconfigured
-from ..live.rank import Rank
+from ...errors import Misconfigured
+from ..live import Rank
 from . import NEXT_STEP, named
 from .guard import problems_of, require_host
 from .hooks import hooked_layers
