@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import deltawire
 
@@ -177,7 +178,7 @@ def is_public(name: str, modules: set[str]) -> bool:
 
 def test_the_edge_imports_public_names_only() -> None:
     """So that somebody else could have written it."""
-    wrong = []
+    kit, wrong = importlib.import_module(KIT), []
     for path in sorted(SOURCE.parent.rglob("*.py")):
         room = edge_room(dotted(path))
         for name, _ in imported(path) if room is not None else ():
@@ -185,6 +186,11 @@ def test_the_edge_imports_public_names_only() -> None:
             near = other == room or (other in EDGE[room] and "._" not in name)
             if name.startswith("deltawire.") and not near and not is_public(name, EDGE[room]):
                 wrong.append(f"{dotted(path)} imports {name}")
+            # some names of the kit are modules
+            elif name.startswith(f"{KIT}.") and isinstance(module := getattr(kit, name.rpartition(".")[2]), ModuleType):
+                used = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)
+                        and ast.unparse(node.value) == name.rpartition(".")[2]}  # fmt: skip
+                wrong += [f"{dotted(path)} uses {name}.{each}" for each in used - {*module.__all__}]
     assert not wrong, "\n".join(wrong)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from ..core.errors import Misconfigured
 
+__all__ = ["check_guarded", "is_bearer", "is_loopback", "listen", "public_address", "read_token"]
+
 log = logging.getLogger("deltawire")
 
 

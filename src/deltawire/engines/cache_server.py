@@ -27,6 +27,8 @@ from ..core.manifest import Blob
 from ..store import Store, open_store
 from .threaded import Handler, ThreadedServer
 
+__all__ = ["CacheServer"]
+
 log = logging.getLogger("deltawire")
 
 CONNECTIONS = 256

@@ -24,6 +24,8 @@ from ..core import errors
 from .follower import Follower
 from .names import STATES
 
+__all__ = ["MAX_BODY", "FollowerMetrics", "health", "routes", "status"]
+
 log = logging.getLogger("deltawire")
 
 MAX_BODY = 1 << 16

@@ -1,4 +1,4 @@
-"""The thread that keeps the weights of a rollout server at a version of a run. Both engines extend `Follower`."""
+"""The thread that keeps the weights of a rollout server at a version of a run. Engines extend `Follower`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ..core.digest import StateDigest
 from ..core.errors import DeltawireError, Misconfigured, RunReplaced, SchemaError
 from ..replica import Replica, Synced
 from ..replica.model import ModelTarget
-from ..replica.target import Target
+from ..replica.target import AnyTarget, Target
 from ..store import Store
 
 log = logging.getLogger("deltawire")
 
 
 class Follower:
-    """Keeps the weights of a server at a version of a run, and reports its state.
+    """Keeps the weights of a server at a version of a run, and reports its state. An engine extends it by `arrived`,
+    which sets `caught_up`.
 
     target      the live weights: a model, or a Target
     pin         stay at this version, older ones included
@@ -56,7 +57,7 @@ class Follower:
         """Why following has ended."""
         self.listeners: set[Callable[[], None]] = set()
         """Called whenever the version may have changed, by the thread that syncs; they must return quickly."""
-        self._target = target if isinstance(target, Target) else ModelTarget(target)
+        self.target: AnyTarget = target if isinstance(target, Target) else ModelTarget(target)
         self._poll, self._following, self._on_failure = poll, following, on_failure
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.loop, name="deltawire-follower", daemon=True)
@@ -110,15 +111,15 @@ class Follower:
     def live(self) -> tuple[int | None, StateDigest]:
         """Return the version and the digest of the live weights, computed while nothing writes them."""
         with self.replica.lock:
-            return self.version, self._target.digest()
+            return self.version, self.target.digest()
 
     def loop(self) -> None:
         """Catch up, then follow until `stop`. Errors are logged and shown by `state`; only `fatal` ones end it."""
         try:
             while not self._stop.is_set():
                 try:
-                    for version in self.replica.follow(self._target, poll=self._poll, stop=self._stop, pin=self._stay):
-                        self._arrived(version)
+                    for version in self.replica.follow(self.target, poll=self._poll, stop=self._stop, pin=self._stay):
+                        self.arrived(version)
                         self._tell()
                 except self.fatal as error:
                     self.failure = error
@@ -148,10 +149,10 @@ class Follower:
             self.pin = None
             return
         with self.replica.lock:
-            reached = self.replica.sync(self._target, version)
+            reached = self.replica.sync(self.target, version)
             if pin:
                 self.pin = reached
-            self._arrived(reached)
+            self.arrived(reached)
             self._tell()
 
     def hurry(self, seconds: float) -> None:
@@ -170,15 +171,15 @@ class Follower:
         log.info("serving v%d  %s", synced.version, took)
 
     def _renamed(self, version: int | None) -> None:
-        self._named(version)
+        self.named(version)
         self._tell()
 
     def _tell(self) -> None:
         for listener in tuple(self.listeners):
             listener()
 
-    def _named(self, version: int | None) -> None:
+    def named(self, version: int | None) -> None:
         """Called after every sync that was tried, and with None as soon as the weights are found to be no version."""
 
-    def _arrived(self, version: int) -> None:
+    def arrived(self, version: int) -> None:
         """Called after every sync that succeeded, also where the weights were that version already."""

@@ -6,6 +6,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+__all__ = [
+    "ADAPTER_NAME",
+    "EXACT_VERSION_HEADER",
+    "MIN_VERSION_HEADER",
+    "SERVING",
+    "STATES",
+    "VERSIONS_FIELD",
+    "VERSION_HEADER",
+    "health",
+    "model_name",
+    "versions_of",
+]
+
 VERSION_HEADER = "deltawire-version"
 """Response header of a completion: the versions that made it, ascending, such as `41` or `41,42`."""
 

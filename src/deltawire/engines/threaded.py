@@ -9,6 +9,8 @@ from typing import Any
 
 from .access import check_guarded, is_bearer, listen
 
+__all__ = ["Handler", "ThreadedServer"]
+
 log = logging.getLogger("deltawire")
 
 

@@ -459,7 +459,7 @@ def test_sglangs_own_routes_change_nothing_behind_the_follower(server: Any, monk
         assert server("POST", route, json={}).status_code == 409
     # no such routes here: the application was asked
     assert server("POST", "/pause_generation", json={}).status_code == 404
-    monkeypatch.setattr(Endpoint, "_authorize", _unauthorized)
+    monkeypatch.setattr(Endpoint, "authorize", _unauthorized)
     for route in ("/pause_generation", "/weights_checker"):
         assert server("POST", route, json={}).status_code == 401
 

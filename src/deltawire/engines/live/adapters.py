@@ -272,7 +272,7 @@ class AdapterFollower(Follower):
         # a base that has moved is worth knowing before the next version of the adapter
         return super().reason or (self._adapter.misfit(wait=False) if self.caught_up.is_set() else "")
 
-    def _named(self, version: int | None) -> None:
+    def named(self, version: int | None) -> None:
         if self.version is not None:
             self.caught_up.set()
 

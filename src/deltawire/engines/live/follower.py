@@ -22,10 +22,10 @@ class EngineFollower(Follower):
     """Keeps the weights of an engine at a version of a run, and reports its state."""
 
     fatal = (SchemaError,)
+    target: EngineTarget
 
     def __init__(self, run: str | Store, target: EngineTarget, **options: Any) -> None:
         super().__init__(run, target, **options)
-        self.target = target
         self._drafted: int | None = None
         """The version that a draft model was loaded beside."""
 
@@ -52,7 +52,7 @@ class EngineFollower(Follower):
         with self.replica.lock:
             return self.version, self.target.live_digest()
 
-    def _named(self, version: int | None) -> None:
+    def named(self, version: int | None) -> None:
         """Serve the version; stop serving if the weights are not exactly one version."""
         if version is None:
             if (self.caught_up.is_set() or self.target.spoiled) and not self.target.stopped:

@@ -22,6 +22,8 @@ from ..names import model_name
 from ..options import ServerOptions
 from .supervise import become
 
+__all__ = ["Launcher", "launch", "listen_flags", "tokenizer_flags", "write_version"]
+
 log = logging.getLogger("deltawire")
 
 

@@ -194,7 +194,7 @@ class ServerFollower(Follower):
     def live(self) -> tuple[int | None, StateDigest]:
         # not replica.lock, which a sync holds while it fetches
         with self.still:
-            return self.version, self._target.digest()
+            return self.version, self.target.digest()
 
     def sha256(self, dtype: str) -> tuple[int | None, str]:
         """Return the version and a hash of the live weights by torch alone, computed while nothing writes them."""
@@ -211,7 +211,7 @@ class ServerFollower(Follower):
                 self._paused_s += time.perf_counter() - clock
                 timings["pause"] = self._paused_s
 
-    def _arrived(self, version: int) -> None:
+    def arrived(self, version: int) -> None:
         self.caught_up.set()
         # sequences may wait for a version
         self._scheduler.wake()
