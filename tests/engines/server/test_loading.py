@@ -15,7 +15,7 @@ from deltawire.bucket.run import Run
 from deltawire.core.errors import SchemaMismatch
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.server import ServerOptions
-from deltawire.engines.server.loading import compute_dtype, dtype_of, load_options
+from deltawire.engines.server.loading import compute_dtype, dtype_of, load, load_options
 
 
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cuda:1", torch.bfloat16)])
@@ -42,6 +42,16 @@ def test_quantized_weights_are_refused_and_the_next_step_named(tmp_path: Path) -
         publish.publish(tiny_model()).result(60)
     with pytest.raises(SchemaMismatch, match="serve the run that these weights are derived from, or use --engine vllm"):
         load_options(ServerOptions(poll=0.01), str(tmp_path / "run"))
+
+
+def test_a_folder_that_lacks_a_file_of_weights_is_refused_by_name(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", tiny_model())
+    tiny_model().save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    lost = max(folder.glob("*.safetensors"))
+    lost.unlink()
+    with pytest.raises(SchemaMismatch, match=f"is not a whole checkpoint folder: .*{lost.name}"):
+        load(str(folder), dtype=torch.float32)
 
 
 def test_most_weights_decide() -> None:
