@@ -13,7 +13,11 @@ from .turns import short_turns
 
 
 class LoadingAdapter(threading.Thread, ABC):
-    """Reads an adapter beside the model, then puts it in place. Each engine extends it.
+    """Reads an adapter beside the model, then puts it in place. Each engine extends it, and answers the calls of its
+    `Adapters` in every worker, between two steps:
+
+        def adapter(worker, operation, id, name="", folder=""):
+            return LoadingAdapter.call(worker, lambda: MyLoading(worker, id, name, folder), operation, id)
 
     device    of the rank
     """

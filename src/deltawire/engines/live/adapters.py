@@ -278,7 +278,8 @@ class AdapterFollower(Follower):
 
 
 class Adapters(ABC):
-    """Follows the runs of all adapters of a server. Made in the event loop of the engine; each engine extends it.
+    """Follows the runs of all adapters of a server. Made in the event loop of the engine by `Endpoint.follow_adapters`.
+    Each engine extends it by the abstract methods, and has requests pass through `lend`, for what `find` returns.
 
     runs      name → address
     pins      name → version to stay at, where it is not to follow

@@ -8,7 +8,7 @@ from .channel import Answer
 
 
 class Engine(Protocol):
-    """An engine with one or more ranks. Its coroutines run in the event loop of its HTTP server."""
+    """An engine with one or more ranks, for `Endpoint.open`. Coroutines run in the event loop of its HTTP server."""
 
     name: str
     """What people call it, for messages: `vLLM`."""

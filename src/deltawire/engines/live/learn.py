@@ -40,7 +40,11 @@ class Computes(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer with a post-load hook."""
+    """A layer with a post-load hook, of which it is learned where the hook puts the weights.
+
+    found = {name: without_data(tensor) for name, tensor in layer.named_parameters()}    # before its hook runs
+    Layer("model.layers.0.mlp", layer, found, hook=lambda made: made.process_weights_after_loading())
+    """
 
     name: str
     module: nn.Module

@@ -72,11 +72,15 @@ def _cannot_reload(folder: str) -> None:
 
 
 class Rank:
-    """The operations on one rank's part of a model.
+    """The operations on one rank's part of a model. Made in the engine's worker once the model is loaded; its `call` is
+    reached by `Engine.call` and by what `write_all` is given, between two steps of the model and nowhere else.
+
+        rank = Rank(model, number, problems=…, hooks=…, reload=…)
+        answer = rank.call(text)
 
     number     the rank, counted over all workers
-    problems   reasons to refuse deltas that the placement map cannot show (guard.py)
-    hooks      layers that may rearrange their weights after loading (hooks.py of an engine)
+    problems   reasons to refuse deltas that the placement map cannot show; begin with `common_problems`
+    hooks      layers that may rearrange their weights after loading
     loading    entered around the model's own loader
     reload     has the engine load a checkpoint folder into the model
     host       the address at which other nodes of the server reach this one; None if all ranks must be on one node

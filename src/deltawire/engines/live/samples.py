@@ -28,7 +28,7 @@ Spans = dict[int, list[dict[str, Any]]]
 
 
 class Record:
-    """The versions of the choices of one HTTP request."""
+    """The versions of the choices of one HTTP request, by `note`."""
 
     def __init__(self, bound: Bound | None = None) -> None:
         self.bound = bound
@@ -69,7 +69,10 @@ def _number(version: Any) -> Any:
 
 def observe(owner: Any, method: str, begin: Callable[[Record], Callable[[Any], None]]) -> None:
     """Record versions from the outputs of an engine: `owner.method` returns those of one prompt. For each that is to be
-    labelled, `begin` returns what notes an output in the record."""
+    labelled, `begin` returns what notes an output in the record.
+
+        observe(client, "generate", lambda record: lambda output: record.note(0, output.weight_versions))
+    """
     generate = getattr(owner, method)
 
     def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
