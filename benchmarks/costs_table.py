@@ -1,4 +1,4 @@
-"""The measured figures behind `deltawire plan`, printed as they stand in src/deltawire/core/costs.py.
+"""The measured figures behind `deltawire plan`, printed as they stand in src/deltawire/costs.py.
 
     python benchmarks/costs_table.py                # some minutes on a quiet machine
     python benchmarks/costs_table.py --part speeds  # only that

@@ -35,8 +35,9 @@ import deltawire as dw
 from _deltas import Bits, Weights, cached, training
 from _formats import _choose, _entropy
 from _report import about
+from deltawire import costs
 from deltawire.cli.plan import Setup
-from deltawire.core import costs, keys
+from deltawire.core import keys
 from deltawire.core.change import Change, blocks, compare, joined
 from deltawire.core.codecs import packed
 from deltawire.core.codecs.base import Coded, squeeze

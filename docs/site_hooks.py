@@ -15,7 +15,13 @@ PAGES = {
 }  # fmt: skip
 API = {
     "Train": ("deltawire.Publisher", "deltawire.PublishHandle", "deltawire.Published"),
-    "Follow": ("deltawire.Replica", "deltawire.replica.replica.Synced", "deltawire.watch", "deltawire.wait_for_run"),
+    "Follow": (
+        "deltawire.Replica",
+        "deltawire.Synced",
+        "deltawire.watch",
+        "deltawire.wait_for_run",
+        "deltawire.Watcher",
+    ),
     "An adapter in training": ("deltawire.adapter", "deltawire.merged"),
     "Without a run": ("deltawire.encode", "deltawire.decode"),
     "TRL and transformers": ("deltawire.trl.BucketTransfer", "deltawire.trl.DeltaSyncCallback"),
@@ -54,15 +60,57 @@ API = {
         "deltawire.engines.names",
         "deltawire.engines.live.launch",
     ),
-    "Runs and weights": (
+    "Runs": (
         "deltawire.Run",
+        "deltawire.runs",
+        "deltawire.Listed",
+        "deltawire.split",
+        "deltawire.Manifest",
+        "deltawire.Link",
+        "deltawire.Summary",
+        "deltawire.Tag",
+        "deltawire.Heartbeat",
+        "deltawire.SyncRecord",
+        "deltawire.split_address",
+    ),
+    "Weights": (
+        "deltawire.checkout",
+        "deltawire.State",
+        "deltawire.Source",
+        "deltawire.Checkpoint",
+        "deltawire.ModelView",
+        "deltawire.checkout_folder",
+        "deltawire.CurrentFolder",
         "deltawire.Schema",
         "deltawire.Region",
         "deltawire.Change",
-        "deltawire.Source",
         "deltawire.StateDigest",
         "deltawire.digest_of",
     ),
+    "What changed": (
+        "deltawire.tensor_changes",
+        "deltawire.TensorPart",
+        "deltawire.step_sizes",
+        "deltawire.Histogram",
+        "deltawire.difference",
+        "deltawire.TensorDifference",
+        "deltawire.Contents",
+    ),
+    "Maintenance": (
+        "deltawire.verify",
+        "deltawire.Verification",
+        "deltawire.recompute",
+        "deltawire.prune",
+        "deltawire.Retention",
+        "deltawire.PrunePlan",
+        "deltawire.Keeper",
+        "deltawire.KeeperOptions",
+        "deltawire.KeptVersion",
+        "deltawire.Deriver",
+        "deltawire.CacheServer",
+        "deltawire.costs",
+    ),
+    "Signatures": ("deltawire.SigningKey", "deltawire.Trust", "deltawire.delegate"),
     "Errors": ("deltawire.core.errors",),
 }
 
@@ -97,7 +145,10 @@ def _framed(found: re.Match[str]) -> str:
 def api() -> str:
     parts = [
         "# API",
-        "From the docstrings. `import deltawire as dw` has every name that is shown as `deltawire.…` without a module.",
+        "From the docstrings. `import deltawire as dw` has every name that is shown as `deltawire.…` without a module; "
+        "`deltawire.store` has what stores are made of, `deltawire.engines.live` what engines are made of. The command "
+        "line, the page and all engines here use no others. They are provisional until trainers have been built on "
+        "them: a name may still change, with a line in the changelog.",
     ]
     for title, names in API.items():
         parts += [f"## {title}", *(f"::: {name}" for name in names)]

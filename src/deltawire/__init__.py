@@ -12,40 +12,99 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import errors
+    from . import costs, errors
     from .api import decode, encode
+    from .bucket.addresses import split_address
+    from .bucket.browse import Listed, runs
+    from .bucket.checkpoint_folder import CurrentFolder, checkout_folder
+    from .bucket.contents import step_sizes, tensor_changes
+    from .bucket.prune import PrunePlan, Retention, prune
+    from .bucket.replay import checkout
     from .bucket.run import Run
-    from .bucket.watch import wait_for_run, watch
+    from .bucket.trust import Trust, delegate
+    from .bucket.verify import Verification, verify
+    from .bucket.versions import split
+    from .bucket.watch import Watcher, wait_for_run, watch
     from .core.change import Change, Region
+    from .core.describe import Contents, TensorDifference, TensorPart, difference
     from .core.digest import StateDigest
     from .core.errors import DeltawireError
-    from .core.full import Source, digest_of
+    from .core.full import Checkpoint, Source, digest_of
+    from .core.manifest import Heartbeat, Link, Manifest, Summary, SyncRecord, Tag
     from .core.schema import Schema
+    from .core.signing import SigningKey
+    from .core.state import State
+    from .core.ulps import Histogram
+    from .derive.deriver import Deriver, recompute
+    from .engines.cache_server import CacheServer
+    from .keeper.keeper import Keeper, KeeperOptions, KeptVersion
+    from .models import ModelView
     from .replica import Replica
+    from .replica.replica import Synced
     from .replica.target import Staged, Target, Update
     from .trainer import Published, Publisher, PublishHandle, adapter, merged
 
 __all__ = [
+    "CacheServer",
     "Change",
+    "Checkpoint",
+    "Contents",
+    "CurrentFolder",
     "DeltawireError",
+    "Deriver",
+    "Heartbeat",
+    "Histogram",
+    "Keeper",
+    "KeeperOptions",
+    "KeptVersion",
+    "Link",
+    "Listed",
+    "Manifest",
+    "ModelView",
+    "PrunePlan",
     "PublishHandle",
     "Published",
     "Publisher",
     "Region",
     "Replica",
+    "Retention",
     "Run",
     "Schema",
+    "SigningKey",
     "Source",
     "Staged",
+    "State",
     "StateDigest",
+    "Summary",
+    "SyncRecord",
+    "Synced",
+    "Tag",
     "Target",
+    "TensorDifference",
+    "TensorPart",
+    "Trust",
     "Update",
+    "Verification",
+    "Watcher",
     "adapter",
+    "checkout",
+    "checkout_folder",
+    "costs",
     "decode",
+    "delegate",
+    "difference",
     "digest_of",
     "encode",
     "errors",
     "merged",
+    "prune",
+    "recompute",
+    "runs",
+    "split",
+    "split_address",
+    "step_sizes",
+    "tensor_changes",
+    "verify",
     "wait_for_run",
     "watch",
 ]
@@ -53,26 +112,66 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CacheServer": "engines.cache_server",
     "Change": "core.change",
+    "Checkpoint": "core.full",
+    "Contents": "core.describe",
+    "CurrentFolder": "bucket.checkpoint_folder",
     "DeltawireError": "core.errors",
+    "Deriver": "derive.deriver",
+    "Heartbeat": "core.manifest",
+    "Histogram": "core.ulps",
+    "Keeper": "keeper.keeper",
+    "KeeperOptions": "keeper.keeper",
+    "KeptVersion": "keeper.keeper",
+    "Link": "core.manifest",
+    "Listed": "bucket.browse",
+    "Manifest": "core.manifest",
+    "ModelView": "models",
+    "PrunePlan": "bucket.prune",
     "PublishHandle": "trainer",
     "Published": "trainer",
     "Publisher": "trainer",
     "Region": "core.change",
     "Replica": "replica",
+    "Retention": "bucket.prune",
     "Run": "bucket.run",
     "Schema": "core.schema",
+    "SigningKey": "core.signing",
     "Source": "core.full",
     "Staged": "replica.target",
+    "State": "core.state",
     "StateDigest": "core.digest",
+    "Summary": "core.manifest",
+    "SyncRecord": "core.manifest",
+    "Synced": "replica.replica",
+    "Tag": "core.manifest",
     "Target": "replica.target",
+    "TensorDifference": "core.describe",
+    "TensorPart": "core.describe",
+    "Trust": "bucket.trust",
     "Update": "replica.target",
+    "Verification": "bucket.verify",
+    "Watcher": "bucket.watch",
     "adapter": "trainer",
+    "checkout": "bucket.replay",
+    "checkout_folder": "bucket.checkpoint_folder",
+    "costs": "costs",
     "decode": "api",
+    "delegate": "bucket.trust",
+    "difference": "core.describe",
     "digest_of": "core.full",
     "encode": "api",
     "errors": "errors",
     "merged": "trainer",
+    "prune": "bucket.prune",
+    "recompute": "derive.deriver",
+    "runs": "bucket.browse",
+    "split": "bucket.versions",
+    "split_address": "bucket.addresses",
+    "step_sizes": "bucket.contents",
+    "tensor_changes": "bucket.contents",
+    "verify": "bucket.verify",
     "wait_for_run": "bucket.watch",
     "watch": "bucket.watch",
 }
@@ -85,7 +184,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     home = import_module(f".{_HOMES[name]}", __name__)
-    value = globals()[name] = home if name == "errors" else getattr(home, name)
+    value = globals()[name] = home if _HOMES[name] == name else getattr(home, name)
     return value
 
 

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from .bucket.fetch import CONNECTIONS, PART
-from .bucket.neighbour import Neighbour, is_address
-from .bucket.run import Run
-from .bucket.versions import resolve, split
-from .core.errors import AlreadyExists, BadURL, DeltawireError, ObjectNotFound, RunNotFound, TruncatedFile, Unsupported
-from .store import LocalStore, Store, open_store
-from .store.base import Announcing
+import deltawire as dw
+
+from .errors import AlreadyExists, BadURL, DeltawireError, ObjectNotFound, RunNotFound, TruncatedFile, Unsupported
+from .store import Announcing, LocalStore, Store, open_store
 
 BIG = 32 << 20
 """Bytes of the object that goes up in parts and comes down in ranges."""
+
+CONNECTIONS, PART = 8, 8 << 20
+"""How it comes down: in as many ranges at a time, of so many bytes, as a replica fetches."""
 
 SKEW_S = 60.0
 """Clocks further apart than this are worth a warning; S3 refuses requests at fifteen minutes."""
@@ -189,8 +189,8 @@ class _Trial:
         folder = os.environ.get("DELTAWIRE_CACHE")
         if not folder:
             return "off; DELTAWIRE_CACHE=/path lets replicas of one host fetch each object once"
-        if is_address(folder):
-            return f"that of the site at {Neighbour(folder, None).name}; it was not asked"
+        if (site := dw.CacheServer.name_in(folder)) is not None:
+            return f"that of the site at {site}; it was not asked"
         path = Path(folder).expanduser()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -352,7 +352,7 @@ class _Trial:
 
     def run(self) -> str:
         try:
-            run = Run.open(self.store)
+            run = dw.Run.open(self.store)
         except RunNotFound:
             return "none here yet: the first publish makes it"
         newest = run.newest()
@@ -444,7 +444,7 @@ def _server_findings(server: _Server, wanted: str | None) -> Iterator[Finding]:
     where = None
     if wanted is not None:
         with contextlib.suppress(DeltawireError):
-            where = open_store(split(wanted)[0], retry=False).url.rstrip("/")
+            where = open_store(dw.split(wanted)[0], retry=False).url.rstrip("/")
     chosen = [a for a in adapters if wanted is None or str(a.get("run")).rstrip("/") == where]
     if (status.get("run") and (wanted is None or not chosen)) or not adapters:
         yield from _findings(_Followed(status, wanted), FOLLOWED)
@@ -531,11 +531,11 @@ class _Followed:
         _must(url, "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights")
         if self._wanted is not None:
             try:
-                where, which = split(self._wanted)
+                where, which = dw.split(self._wanted)
                 store = open_store(where, retry=False)
-                run = Run.open(store)
+                run = dw.Run.open(store)
                 self._newest = run.newest()
-                self._asked = None if which is None else resolve(run, which)
+                self._asked = None if which is None else run.resolve(which)
             except DeltawireError as error:
                 raise _Said(f"follows {url}; the one named here cannot be read: {error}") from None
             same = store.url.rstrip("/") == str(url).rstrip("/")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from .core.errors import Misconfigured, MissingExtra
-from .core.extras import install_command
 
 
 class VersionFigures:
@@ -61,7 +60,7 @@ class Prometheus:
         try:
             import prometheus_client
         except ImportError as error:
-            raise MissingExtra(f"prometheus_client is not installed: {install_command('metrics')}") from error
+            raise MissingExtra("prometheus_client is not installed", "metrics") from error
         self._client = prometheus_client
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._labels = labels or {}

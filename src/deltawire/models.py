@@ -174,7 +174,11 @@ class Known:
 
 
 class ModelView:
-    """The weights of a model as bits, read a tensor at a time."""
+    """The weights of a model as bits, read a tensor at a time.
+
+    view = dw.ModelView(model, "bf16")          # a Source
+    str(dw.digest_of(view)) == published.digest
+    """
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from deltawire.core.errors import Unsupported
-from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store
+from deltawire.errors import Unsupported
+from deltawire.store import Browsing, Chunks, Fetched, Level, ObjectInfo, Store
 
 
 class CountingStore:

@@ -22,11 +22,9 @@ from typing import Any
 
 import httpx
 
-from deltawire import __version__
-from deltawire.bucket.run import Run
-from deltawire.bucket.verify import verify
-from deltawire.core.errors import RunNotFound
+from deltawire import Run, __version__, verify
 from deltawire.dash import serve, write_page
+from deltawire.errors import RunNotFound
 from deltawire.store import Store, open_store
 
 from . import small_policy

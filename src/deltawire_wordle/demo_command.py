@@ -132,17 +132,16 @@ def command(
 def _need_extras() -> None:
     from importlib.util import find_spec
 
-    from deltawire.core.errors import MissingExtra
-    from deltawire.core.extras import install_command
+    from deltawire.errors import MissingExtra
 
     for name in ("torch", "transformers", "httpx", "fastapi", "uvicorn", "websockets", "prometheus_client"):
         if find_spec(name) is None:
-            raise MissingExtra(f"the demo needs {name} to train and serve: {install_command('rl,serve')}")
+            raise MissingExtra(f"the demo needs {name} to train and serve", "rl,serve")
 
 
 def _need_nothing_at(where: str) -> None:
-    from deltawire.bucket.run import Run
-    from deltawire.core.errors import RunNotFound
+    from deltawire import Run
+    from deltawire.errors import RunNotFound
 
     try:
         Run.open(where)

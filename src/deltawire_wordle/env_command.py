@@ -43,9 +43,8 @@ def command(
       deltawire env wordle --host 0.0.0.0 --port 7860 --max-sessions 2000
       deltawire env wordle --port 0 --json           for programs
     """
-    from deltawire.core.errors import MissingExtra
-    from deltawire.core.extras import install_command
-    from deltawire.engines.access import listen
+    from deltawire.engines.live import access
+    from deltawire.errors import MissingExtra
 
     if idle <= 0:
         raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
@@ -53,7 +52,7 @@ def command(
         from .env_server import create_app, make_server, sessions_allowed
     except ModuleNotFoundError as error:
         missing = (error.name or "another package").partition(".")[0]
-        raise MissingExtra(f"an environment needs {missing}: {install_command('rl')}") from None
+        raise MissingExtra(f"an environment needs {missing}", "rl") from None
     from .wordle import Rules
     from .wordlists import load
 
@@ -62,7 +61,7 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--words") from None
     max_sessions = sessions_allowed(max_sessions)
-    with listen(host, port) as listener, ui.ended_by_sigterm():
+    with access.listen(host, port) as listener, ui.ended_by_sigterm():
         taken = listener.getsockname()[1]
         url = f"http://[{host}]:{taken}" if ":" in host else f"http://{host}:{taken}"
 

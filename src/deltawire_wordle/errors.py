@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltawire.core.errors import DeltawireError
+from deltawire.errors import DeltawireError
 
 
 class RLError(DeltawireError):

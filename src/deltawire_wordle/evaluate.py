@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from deltawire.core.errors import DeltawireError
+from deltawire.errors import DeltawireError
 
 from .layout import render
 from .sampling import ModelSampler, Sample, ServerSampler, Spread

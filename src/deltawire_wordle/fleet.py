@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 
-from deltawire.engines import names
-
 from .errors import ServerRefused, ServerUnavailable
 from .sampling import Sample
 
@@ -26,8 +24,8 @@ ANSWER_S = 60.0
 
 def versions_of(choice: Mapping[str, Any]) -> list[int]:
     """Return the versions that made a choice; raises ServerRefused if the server names none."""
-    found = names.versions_of(choice)
-    if not found:
+    found = [span.get("version") for span in choice.get("weight_versions") or ()]
+    if not found or not all(isinstance(version, int) for version in found):
         raise ServerRefused("a rollout server names no version with its samples; is it one that follows a run?")
     return found
 
@@ -66,7 +64,7 @@ class Fleet:
             await asyncio.sleep(server.skipped_until - time.monotonic())
             server.busy += len(prompts)
             try:
-                bound = {names.MIN_VERSION_HEADER: str(self._oldest())}
+                bound = {"deltawire-min-version": str(self._oldest())}
                 answer = await self._client.post(f"{server.url}/v1/completions", json=body, headers=bound)
                 # 409: it cannot catch up in time
                 if answer.status_code < 500 and answer.status_code != 409:

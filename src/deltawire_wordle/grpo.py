@@ -34,8 +34,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from deltawire.core.errors import PublishFailed, StoreError
-from deltawire.trainer import Published, Publisher, PublishHandle
+from deltawire import Published, Publisher, PublishHandle
+from deltawire.errors import PublishFailed, StoreError
 
 from .fleet import ANSWER_S, REST_S, Fleet
 from .sampling import Sample

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 from transformers.utils.logging import disable_progress_bar
 
 import deltawire
-from deltawire.engines.fingerprint import fingerprint
-from deltawire.replica import Synced
+from deltawire.engines.live import fingerprint
 from deltawire.store import open_store
 from deltawire_wordle.throttled import ThrottledStore
 
@@ -70,7 +69,7 @@ def run(options: Options) -> None:
     if compiled.is_alive():
         say("phase", text="compiling the encodings, once")
         compiled.join()
-    reached: list[Synced] = []
+    reached: list[deltawire.Synced] = []
     with (
         deltawire.Publisher(_link(options), wire_dtype="bf16") as publisher,
         deltawire.Replica(_link(options), id="replica", on_version=reached.append) as replica,
@@ -156,7 +155,7 @@ def _link(options: Options) -> ThrottledStore:
     return ThrottledStore(open_store(options.run), options.link_mbit_s)
 
 
-def _phases(published: deltawire.Published, synced: Synced) -> dict[str, float]:
+def _phases(published: deltawire.Published, synced: deltawire.Synced) -> dict[str, float]:
     """Seconds of each phase, from the trainer's call to verified weights."""
     theirs, ours = published.timings, synced.timings
     return {

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from deltawire.core.errors import DeltawireError
+from deltawire.errors import DeltawireError
 
 from .errors import ServerUnavailable
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deltawire.core.errors import DeltawireError, MissingExtra
+from deltawire.errors import DeltawireError, MissingExtra
 from deltawire.store import ObjectStore
 
 BUCKET = "deltawire"

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deltawire.store.base import Store
+from deltawire.store import Store
 from deltawire_wordle.counting import CountingStore
 
 

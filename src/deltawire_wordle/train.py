@@ -21,10 +21,8 @@ from statistics import fmean
 import httpx
 import torch
 
-from deltawire.core import full
-from deltawire.engines.fingerprint import fingerprint
-from deltawire.models import ModelView
-from deltawire.trainer import Published, Publisher
+from deltawire import ModelView, Published, Publisher, digest_of
+from deltawire.engines.live import fingerprint
 
 from . import small_policy
 from .errors import ServerRefused, ServerUnavailable
@@ -106,7 +104,7 @@ def run(options: Options, settings: Settings) -> None:
         _evaluate(options, settings, publisher.version)
         sha256 = fingerprint(learner.model.state_dict(), "bf16")
         # both from the weights that are trained, not from what was sent of them
-        digest = str(full.digest_of(ModelView(learner.model, "bf16")))
+        digest = str(digest_of(ModelView(learner.model, "bf16")))
         say(
             "done",
             version=publisher.version,

@@ -13,7 +13,6 @@ import pytest
 from blake3 import blake3
 from forge import ForgedRun, with_metadata
 
-from deltawire.bucket.fleet import Fleet
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
@@ -31,6 +30,7 @@ from deltawire.core.errors import (
     RunNotFound,
     VersionNotFound,
 )
+from deltawire.fleet import Fleet
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store, open_store
 from deltawire.trainer import Publisher
@@ -180,7 +180,7 @@ def test_a_listing_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytes
 
 def test_heartbeats_without_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """`log` shows the latest ones; prune, which must believe all of them, refuses."""
-    monkeypatch.setattr("deltawire.bucket.fleet.HEARTBEATS", 5)
+    monkeypatch.setattr("deltawire.fleet.HEARTBEATS", 5)
     monkeypatch.setattr("deltawire.bucket.prune._READERS", 5)
     run = Run.open(ForgedRun(store).store)
     beat = {"run": run.info.run, "version": 1, "newest": 2, "healthy": True, "at": 0}

@@ -26,7 +26,7 @@ def test_a_listed_run_has_its_figures_or_what_is_wrong_with_it(tmp_path: Path) -
     publish(LocalStore(tmp_path / "good"), [model()])
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text("{")
-    bad, good = browse.look_at_all(LocalStore(tmp_path), 1, stored=True)
+    bad, good = browse.runs(LocalStore(tmp_path), 1, stored=True)
     assert bad.error
     assert bad.newest is None
     assert (good.newest, good.error) == (0, "")

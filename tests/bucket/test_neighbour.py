@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deltawire.bucket import neighbour as neighbours
-from deltawire.bucket.cache import Cache, shared_cache
+from deltawire.bucket.cache import shared_cache
 from deltawire.bucket.fetch import fetch
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
@@ -60,7 +60,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     @contextmanager
     def start(store: Store, limit: int = 10**9, token: str | None = None) -> Iterator[CacheServer]:
-        with running(CacheServer(store, Cache(tmp_path / "objects", limit), token=token)) as server:
+        with running(CacheServer(store, tmp_path / "objects", limit, token=token)) as server:
             monkeypatch.setenv("DELTAWIRE_CACHE", server.url)
             # a busy machine is silent too
             monkeypatch.setattr(neighbours, "SILENT_S", WAIT)
@@ -153,7 +153,7 @@ def test_a_token_where_there_is_one(
         assert content(counting, blob) == store.get(blob.key).data
         assert counting.bytes_in == blob.size
     with pytest.raises(Misconfigured, match="lets others read the run"):
-        CacheServer(store, Cache(Path("nowhere"), 1), host="0.0.0.0")
+        CacheServer(store, "nowhere", 1, host="0.0.0.0")
 
 
 def test_what_the_cache_does_not_have(store: Store, site: Any, tmp_path: Path) -> None:

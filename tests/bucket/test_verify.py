@@ -406,7 +406,7 @@ def test_a_reference_is_proven_where_it_is_at_hand(store: Store, checkpoint: Pat
     assert result.ok
     assert (result.versions, result.proven, result.not_proven) == (6, 6, {})
     moved = checkpoint.rename(checkpoint.with_name("elsewhere"))
-    assert check(store, resolve=lambda *_: moved).proven == 6
+    assert check(store, reference=lambda *_: moved).proven == 6
 
 
 @pytest.mark.parametrize("first", [None, 2])

@@ -18,8 +18,8 @@ from deltawire.cli import fleet
 from deltawire.core import keys
 from deltawire.core.manifest import Heartbeat, dump
 from deltawire.store import open_store
-from tests.bucket.test_bucket_fleet import HOSTILE
 from tests.docs.documents import blocks
+from tests.test_deltawire_fleet import HOSTILE
 
 
 def beat(run: Path, name: str, address: str, version: int | None = 3, healthy: bool = True) -> None:

@@ -12,8 +12,8 @@ from deltawire.bucket.prune import Retention, plan_prune
 from deltawire.cli import prune
 from deltawire.cli.plan import GRACE, KEEP_LAST, PHASES, Setup, estimate, resolved
 from deltawire.core import keys
-from deltawire.core.costs import DTYPES, UnknownCost
 from deltawire.core.manifest import Blob, Link, Manifest, Pruned
+from deltawire.costs import DTYPES, UnknownCost
 from deltawire.store import ObjectInfo
 from deltawire.trainer.policy import AnchorPolicy
 

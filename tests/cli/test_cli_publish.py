@@ -219,7 +219,7 @@ def test_a_new_run_where_there_is_one(tmp_path: Path, run: Path, checkpoints: li
 
 def test_a_bad_encoding_names_those_that_can_be_chosen(run: Path, checkpoints: list[Path]) -> None:
     said = invoke("publish", checkpoints[0], run, "--encoding", "morse", code=2).stderr
-    assert "packed, context, auto or raw" in " ".join(said.split())
+    assert "'packed', 'context', 'auto', 'raw'" in " ".join(said.split())
     assert "planes" not in said
 
 

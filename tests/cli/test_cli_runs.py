@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_support import invoke, invoke_json
 
-from deltawire.bucket.browse import below, find, look_at_all
+from deltawire.bucket.browse import below, find, runs
 from deltawire.bucket.run import Run
 from deltawire.store import LocalStore, ObjectStore, Store, open_store
 from deltawire_wordle.counting import CountingStore
@@ -89,7 +89,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(tmp_path: Path) -> 
     fill(str(tmp_path))
     (tmp_path / "chat" / "run.json").write_bytes(b"{}")
     (tmp_path / "evil\x1b[2J").mkdir()
-    found = {run.url.rpartition("/")[2]: run for run in look_at_all(LocalStore(tmp_path), 3)}
+    found = {run.url.rpartition("/")[2]: run for run in runs(LocalStore(tmp_path), 3)}
     assert found.keys() == {"chat", "one", "two%20words"}
     assert "run.json" in found["chat"].error
     assert "cannot be read" in invoke("runs", tmp_path).stdout

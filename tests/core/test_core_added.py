@@ -11,10 +11,10 @@ import pytest
 
 from deltawire.core import added, chain, keys
 from deltawire.core.added import AddedIndex, AddedLink, AddedPage, merge, parse_index, parse_page, spans
-from deltawire.core.costs import bits_at
 from deltawire.core.errors import DeltawireError
 from deltawire.core.manifest import Blob, Link, RunInfo, Summary, SummaryLink, dump
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.costs import bits_at
 
 MOST = 10
 """Objects that a replica 1,000 versions behind may need."""

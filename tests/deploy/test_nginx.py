@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deltawire.bucket.fleet import Fleet, Member
 from deltawire.bucket.run import Run
+from deltawire.fleet import Fleet, Member
 from deltawire_wordle.processes import free_port
 from servers import Server
 from tests.docs.documents import blocks

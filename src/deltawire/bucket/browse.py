@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 from ..core import keys
 from ..core.errors import DeltawireError, Unsupported
-from ..core.parallel import ordered_map
+from ..core.parallel import REQUESTS, ordered_map
 from ..store import Store, open_store
 from ..store.base import Browsing
-from .run import REQUESTS, Run
+from .run import Run
+from .versions import address_only
 
 MAX_FOLDERS = 10_000
 """Folders that are read: untrusted contents of a bucket must not take unlimited time."""
@@ -18,7 +20,10 @@ MAX_FOLDERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A run as a listing shows it."""
+    """A run as a listing shows it.
+
+    [found.url for found in dw.runs("s3://runs") if found.newest is not None]
+    """
 
     url: str
     newest: int | None = None
@@ -82,5 +87,13 @@ def look(url: str, *, stored: bool = False) -> Listed:
         return Listed(url, error=str(error))
 
 
-def look_at_all(store: Store, depth: int, *, stored: bool = False) -> list[Listed]:
+def runs(where: str | Path | Store, depth: int = 3, *, stored: bool = False) -> list[Listed]:
+    """Find the runs at most `depth` folders below an address. One that cannot be read is listed with the reason.
+
+        for run in dw.runs("s3://runs"):
+            print(run.url, run.newest)
+
+    With `stored` also how many bytes each stores, which lists all of its objects.
+    """
+    store = open_store(address_only(where))
     return [*ordered_map(lambda prefix: look(below(store, prefix), stored=stored), find(store, depth), REQUESTS)]

@@ -15,15 +15,17 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from ..core import full
+from ..core.chain import Step
 from ..core.errors import FolderError, SchemaMismatch
 from ..core.manifest import File, Manifest
 from ..store.local import sync_folder
 from .cache import hash_of, try_lock
 from .fetch import PART, Progress, fetch
-from .references import Resolve
+from .references import Reference, Resolve
 from .replay import checkout
 from .run import Run
 
@@ -75,7 +77,32 @@ def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> N
             f"version {version} of {run.store.url} carries no config.json, so it cannot say which model it is: publish "
             "it with files=<checkpoint folder>, or name a model (serve MODEL --run RUN)"
         )
-    fill(folder, run, manifest, checkout(run, version, resolve=resolve))
+    fill(folder, run, manifest, checkout(run, version, reference=resolve))
+
+
+def checkout_folder(
+    folder: str | os.PathLike[str],
+    run: Run,
+    version: int,
+    *,
+    replace: bool = False,
+    reference: Reference = None,
+    progress: Callable[[str, int, int], None] = lambda phase, n, total: None,
+    planned: Callable[[list[Step]], object] = lambda steps: None,
+) -> None:
+    """Write a version as a checkpoint folder, bit for bit what was published, with its companion files.
+
+        dw.checkout_folder("models/chat", *dw.Run.at("s3://runs/chat@best"))
+
+    The folder appears whole or not at all: it is made beside its place and renamed when every byte is proven and on
+    disk. One that is there and not empty stays, which raises FolderError, unless `replace` is set. `progress` is called
+    with "fetch" or "write", the bytes since the last call and the bytes in all; the rest as in `checkout`.
+    """
+    place, total = Path(folder), run.schema.nbytes
+    with scratch(place) as made:
+        state = checkout(run, version, reference=reference, progress=partial(progress, "fetch"), planned=planned)
+        fill(made, run, run.manifest(version), state, progress=lambda n: progress("write", n, total))
+        move_into(made, place, replace=replace)
 
 
 def content(run: Run, file: File, before: Path | None = None) -> Iterator[bytes]:
@@ -207,11 +234,14 @@ class CurrentFolder:
           .DIR.versions/000040       the one before, for readers still in it
           .DIR.versions/.making-…    being written; removed at the next start if it was never finished
 
+        with dw.CurrentFolder("models/chat") as current:
+            current.write(run, 41, dw.checkout(run, 41))
+
     Owns DIR and its versions until closed; no second process can. Raises FolderError where `.DIR.versions` is a link or
     no folder. Nothing but names of the forms above is ever removed from it.
     """
 
-    def __init__(self, link: Path) -> None:
+    def __init__(self, link: str | os.PathLike[str]) -> None:
         self.link = Path(os.path.abspath(link))
         self._versions = self.link.parent / f".{self.link.name}.versions"
         with writing(self.link):
@@ -266,6 +296,11 @@ class CurrentFolder:
             self._previous = before.name if before else None
             self._tidy()
             return place
+
+    def write(self, run: Run, version: int, source: full.Source) -> Path:
+        """Make DIR this version: its weights, and its companion files as far as they are not there already."""
+        manifest, before = run.anywhere(lambda: run.manifest(version)), self.folder
+        return self.put(version, lambda made: fill(made, run, manifest, source, before=before))
 
     def close(self) -> None:
         os.close(self._lock)

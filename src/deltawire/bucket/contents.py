@@ -1,19 +1,25 @@
-"""What a data object of a run contains: changes per tensor, and steps in ulps."""
+"""What a version changed: how many weights of each tensor, and how far they moved, in ulps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 
 from blake3 import blake3
 
 from ..core.codecs import packed
 from ..core.describe import Contents, TensorPart
-from ..core.errors import HashMismatch
+from ..core.dtypes import lookup
+from ..core.errors import DeltawireError, HashMismatch
 from ..core.manifest import Blob, Link
-from ..core.ulps import Histogram
+from ..core.parallel import REQUESTS, ordered_map
+from ..core.ulps import Histogram, in_ulps
 from ..store import Store
 from .fetch import fetch
+from .replay import checkout
+from .run import Run
+from .walk import Walker, fetch_link
 
 
 @contextmanager
@@ -47,3 +53,57 @@ def read(store: Store, link: Link, *, steps: bool = False) -> tuple[list[TensorP
             if steps:
                 histogram.add_all(contents.steps())
     return parts, histogram
+
+
+def tensor_changes(
+    run: Run, versions: Iterable[int], *, anchors: bool = False
+) -> Iterator[tuple[int, list[TensorPart] | DeltawireError]]:
+    """Read what each version has of every tensor and how many of its weights it changed, several versions at a time.
+
+        for version, parts in dw.tensor_changes(run, [40, 41]):
+            ...                     # parts[0].name, parts[0].changed; of a sharded trainer, one part per object
+
+    Only headers are read. A version of full weights has no parts, or with `anchors` those of all its tensors; one that
+    cannot be read has its error in their place.
+    """
+
+    def one(version: int) -> list[TensorPart] | DeltawireError:
+        try:
+            link = run.manifest(version).main
+            return read(run.store, link)[0] if anchors or link.kind == "delta" else []
+        except DeltawireError as error:
+            return error
+
+    wanted = list(versions)
+    return zip(wanted, ordered_map(one, wanted, REQUESTS), strict=True)
+
+
+def step_sizes(run: Run, version: int, *, most: float = math.inf, stored: bool = False) -> tuple[int, Histogram | None]:
+    """Count by how many representable values (ulps) the weights of a version moved.
+
+        _, steps = dw.step_sizes(run, 41)
+        steps.rows()                # [("1", 40312, 39877), …]: size of the step, how many up, how many down
+
+    Returns the bytes that are fetched for it too; where those are more than `most`, None in place of the steps, as for
+    full weights. A `packed` delta stores its steps. For other encodings the base is checked out, or with `stored`,
+    None is returned.
+    """
+    manifest = run.manifest(version)
+    link = manifest.main
+    if link.kind != "delta" or link.base is None:
+        return 0, None
+    if tells_steps(link):
+        return link.bytes, read(run.store, link, steps=True)[1] if link.bytes <= most else None
+    if stored:
+        return 0, None
+    cost = link.bytes + sum(step.bytes for step in Walker(run).plan(None, link.base))
+    if cost > most:
+        return cost, None
+    histogram = Histogram()
+    base = checkout(run, link.base)
+    with closing(fetch_link(run, manifest, link)) as fetched:
+        for file in fetched.deltas(base.digest):
+            for changes in file.changes(base.bits):
+                for change in changes:
+                    histogram.add(in_ulps(change.old, change.new, lookup(change.region.tensor.dtype)))
+    return cost, histogram

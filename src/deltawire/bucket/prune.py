@@ -34,10 +34,10 @@ from ..core import chain, keys
 from ..core.added import AddedIndex, AddedLink
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump, now
-from ..core.parallel import for_each, ordered_map
+from ..core.parallel import REQUESTS, for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
-from .run import REQUESTS, Run, blobs, lean, with_added
+from .run import Run, blobs, lean, with_added
 from .versions import tags
 
 _READERS = 10_000
@@ -46,7 +46,10 @@ _READERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which versions stay. The newest always does."""
+    """Which versions stay. The newest always does.
+
+    dw.Retention(last=100, every=500, versions=frozenset([120]))
+    """
 
     last: int = 20
     """Number of newest versions that stay."""
@@ -66,7 +69,10 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What a prune marks and deletes."""
+    """What a prune marks and deletes.
+
+    dw.prune(run, dw.Retention(), apply=False).kept      # version → why it stays
+    """
 
     newest: int
     kept: dict[int, str]
@@ -265,13 +271,25 @@ def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
     return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, plan.marked)
 
 
-def prune(run: Run, rule: Retention, damaged: Mapping[str, str | None] = MappingProxyType({})) -> PrunePlan:
+def prune(
+    run: Run,
+    rule: Retention,
+    damaged: Mapping[str, str | None] = MappingProxyType({}),
+    *,
+    apply: bool = True,
+) -> PrunePlan:
     """Mark what can go and delete what was marked long enough ago. Several at once do no harm.
 
+        plan = dw.prune(run, dw.Retention(last=100, every=500), apply=False)
+        print(plan.marked, plan.going, plan.bytes)
+
+    apply     without it nothing is changed: only the plan is made
     damaged   objects that are no way to a version, with their etags, besides those that a keeper has announced
 
     Raises RunNotFound or RunReplaced if the run was deleted since it was opened: its manifests may still be in memory.
     """
+    if not apply:
+        return survey(run, rule)
     run.check_present()
     if not rule.grace:
         # only replicas that read are waited for, and their heartbeats are read after the mark

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import full
 from ..core.errors import DeltawireError, ReferenceUnavailable
 from ..core.extras import install_command
 from ..core.manifest import MAX_ALL_FILES, Link
 from ..core.schema import Schema
-from .run import Run
+
+if TYPE_CHECKING:
+    from .run import Run
+
+OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
+"""What to do when weights do not fit the run they are published to."""
 
 Resolve = Callable[[str, int], Path]
 """(name, most) → where the checkpoint folder is that a reference names; at most so many bytes are fetched for it."""
 
 
-def resolver(reference: str | Path | None) -> Resolve:
+Reference = str | Path | Resolve | None
+"""Where the checkpoint is that a run starts from, or what finds it; None goes by the run's name for it."""
+
+
+def resolver(reference: Reference) -> Resolve:
     """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
+    if callable(reference):
+        return reference
     return find_reference if reference is None else lambda *_: Path(reference)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..core import chain, full
+from ..core import chain
 from ..core.change import Change, digest_shift
 from ..core.digest import StateDigest
-from ..core.errors import DigestMismatch, StoreUnavailable
+from ..core.errors import DAMAGE, DigestMismatch, StoreUnavailable
 from ..core.manifest import Manifest
 from ..core.state import State
-from .references import Resolve, as_run, find_reference
-from .run import DAMAGE, Run
+from .references import Reference, Resolve, resolver
+from .run import Run
 from .walk import TRIES, FetchedLink, Walker
 
 Changed = Callable[[Sequence[Change] | None], None]
@@ -53,7 +53,7 @@ def advance(
 def load_folder(run: Run, folder: Path) -> State:
     """Return the weights of a checkpoint folder, which must have the run's schema. Their version is unknown."""
     state = State(run.schema)
-    state.load(as_run(full.Checkpoint(folder), run.schema, f"the folder {folder}"))
+    state.load(run.weights_in(folder))
     return state
 
 
@@ -68,12 +68,18 @@ def checkout(
     version: int,
     state: State | None = None,
     *,
-    resolve: Resolve = find_reference,
+    reference: Reference = None,
     progress: Callable[[int, int], None] | None = None,
     planned: Callable[[list[chain.Step]], object] = lambda steps: None,
     changed: Changed | None = None,
 ) -> State:
-    """Return the bits of a version. Continues from `state` where a path leads on from there.
+    """Return the bits of a version, proven. Continues from `state` where a path leads on from there.
+
+        run, version = dw.Run.at("s3://runs/wordle@best")
+        state = dw.checkout(run, version)
+        state.bits("lm_head.weight")                    # the raw bits of a tensor, flat
+
+    `reference` is where the checkpoint is that the run starts from, if not where the run says.
 
     Where an object on the way is damaged or gone, another way is taken, if there is one; MissingBase after
     chain.MAX_PLANS of them. The same where the store fails to give one; StoreUnavailable where that happens more than
@@ -81,7 +87,7 @@ def checkout(
     anything is fetched, `progress` with the bytes that arrived and the bytes of the way in all; `changed` as in
     `advance`.
     """
-    current, total = state or State(run.schema), 0
+    current, total, resolve = state or State(run.schema), 0, resolver(reference)
 
     def have() -> int | None:
         return current.version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from bisect import bisect_left
@@ -12,14 +13,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ..core import history, keys
+from ..core import full, history, keys
 from ..core.digest import StateDigest
 from ..core.errors import (
+    DAMAGE,
     AlreadyExists,
-    ChainError,
     DeltawireError,
     ForeignObject,
-    FormatError,
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
@@ -27,7 +27,6 @@ from ..core.errors import (
     RolledBack,
     RunNotFound,
     RunReplaced,
-    SchemaError,
     SchemaMismatch,
     StoreError,
     VersionNotFound,
@@ -37,11 +36,13 @@ from ..core.manifest import (
     Blob,
     File,
     Head,
+    Heartbeat,
     Link,
     Manifest,
     Pruned,
     RunInfo,
     Summary,
+    Tag,
     dump,
     now,
     parse,
@@ -50,11 +51,13 @@ from ..core.manifest import (
     parse_run,
     spans,
 )
-from ..core.parallel import ordered_map
+from ..core.parallel import REQUESTS, ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
-from ..store import MirroredStore, Store, open_store
+from ..store import MirroredStore, ObjectInfo, Store, open_store
+from . import versions
 from .added import AddedLinks
+from .references import OTHER_MODEL, as_run
 from .trust import KeysLike, RunTrust, Trust
 
 log = logging.getLogger("deltawire")
@@ -82,12 +85,6 @@ ALL_MANIFESTS = 256 << 20
 
 LOST_MANIFESTS = 1024
 """Number of manifests read in place of lost pages of history; each tells of sixteen versions."""
-
-REQUESTS = 16
-"""Small objects are read this many at a time: all they cost is the round trip."""
-
-DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
-"""Errors caused by what is in the bucket, not by the way to it."""
 
 
 class Run:
@@ -132,18 +129,30 @@ class Run:
                 f"{url} has full weights, and this is an adapter: publish it to a run of its own, and follow that one"
             )
 
+    def weights_in(self, folder: str | os.PathLike[str]) -> full.Source:
+        """Open a checkpoint folder as weights of this run. Raises SchemaMismatch where it has other tensors.
+
+        run.weights_in("models/chat")
+        """
+        checkpoint = full.Checkpoint(folder)
+        try:
+            return as_run(checkpoint, self.schema, f"the checkpoint {checkpoint.folder}", OTHER_MODEL)
+        except SchemaMismatch:
+            self.check_kind((checkpoint.folder / full.ADAPTER_CONFIG).is_file())
+            raise
+
     @classmethod
     def open(
         cls, where: str | Store, *, max_model_gb: float | None = None, trust: Trust | KeysLike | None = None
     ) -> Run:
-        """Open a run.
+        """Open a run. An address with a version behind it is refused: see `at`.
 
         Raises ModelTooLarge if it declares a larger model than `max_model_gb`, which is DELTAWIRE_MAX_MODEL_GB, or
         4000, by default. With `trust`, by default DELTAWIRE_TRUST, only versions that are signed by one of these keys
         are read.
         """
         trusted = Trust.of(trust)
-        store = open_store(where)
+        store = open_store(versions.address_only(where))
         limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
 
         def read() -> Run:
@@ -160,6 +169,16 @@ class Run:
             return run
 
         return anywhere(store, read, lambda mirrors: mirrors.leave(another_run=True))
+
+    @classmethod
+    def at(cls, where: str, *, trust: Trust | KeysLike | None = None) -> tuple[Run, int]:
+        """Open the run of RUN[@VERSION] and find the version, the newest where none is written.
+
+        run, version = dw.Run.at("s3://runs/chat@best")
+        """
+        address, version = versions.split(where)
+        run = cls.open(open_store(address), trust=trust)
+        return run, run.resolve(version)
 
     @classmethod
     def create(
@@ -236,6 +255,63 @@ class Run:
         except (ManifestError, ObjectTooLarge) as error:
             log.warning("ignoring %s: %s", key, error)
             return None
+
+    # ── names of versions ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def resolve(self, version: int | str | None, *, early: bool = False) -> int:
+        """Return the number of a version: 41, "v41", "latest", -2 for the last but one, or a tag; None is the newest.
+
+        Raises VersionNotFound, with the versions there are, where the run has no such version. With `early`, one that
+        is named by its number need not exist yet.
+        """
+        if early and isinstance(version, str) and (exact := versions.exact(version)) is not None:
+            return exact
+        return versions.resolve(self, version)
+
+    def tags(self, *, latest: int | None = None) -> dict[str, Tag]:
+        """Read the tags of the run, by name, or the `latest` so many. A damaged one is left out with a warning."""
+        return versions.tags(self, latest=latest)
+
+    def tag(self, version: int, name: str) -> Tag | None:
+        """Name a version, which prune then keeps. Returns the tag that had the name before.
+
+            run.tag(41, "best")
+
+        Raises ValueError for what cannot be a name, VersionNotFound for a version that is being pruned.
+        """
+        return versions.set_tag(self, version, name)
+
+    def untag(self, name: str) -> None:
+        """Delete a tag. Raises ValueError for what cannot be a name, VersionNotFound where there is none."""
+        versions.delete_tag(self, name)
+
+    # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def heartbeats(
+        self, items: Iterable[ObjectInfo] | None = None
+    ) -> Iterator[tuple[ObjectInfo, Heartbeat | DeltawireError | None]]:
+        """Read what replicas report, several at a time. Untrusted: who can write the bucket can write any of them.
+
+            for item, beat in run.heartbeats():
+                ...                         # item.modified, beat.replica, beat.version, beat.healthy
+
+        `items` are the objects to read, by default all there are. One that is damaged has its error in its place; None
+        stands for one that is gone, of another run, or under the name of another replica.
+        """
+
+        def one(item: ObjectInfo) -> Heartbeat | DeltawireError | None:
+            try:
+                beat = self.find(item.key, Heartbeat)
+            except (ManifestError, ObjectTooLarge) as error:
+                return error
+            return beat if beat is not None and item.key == f"{keys.REPLICAS}{beat.replica}.json" else None
+
+        wanted = [*(self.heartbeat_objects() if items is None else items)]
+        return zip(wanted, ordered_map(one, wanted, REQUESTS), strict=True)
+
+    def heartbeat_objects(self) -> list[ObjectInfo]:
+        """List the heartbeats in the bucket, without reading them: one request per thousand."""
+        return [*self.store.list(keys.REPLICAS)]
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

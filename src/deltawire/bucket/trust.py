@@ -68,6 +68,8 @@ KeysLike = str | os.PathLike[str] | Sequence[str]
 class Trust:
     """Keys whose signatures are accepted, each in every run or in one.
 
+        dw.Run.open("s3://runs/chat", trust=dw.Trust("ed25519:4c1e…"))
+
     given      the keys; one may be followed by `@` and the id of the only run in which it is trusted
     remember   whether newer versions than those seen so far are kept on disk, and older ones refused
     refuse_delegated  whether links that were added later are refused unless the run's own key signed them; by default
@@ -268,6 +270,8 @@ def link_signer(run: Run, key: SigningKey | None) -> LinkSigner | None:
 
 def delegate(run: Run, key: SigningKey, keeper: str) -> None:
     """Let a keeper's key sign links that are added to the run, and so trust it with the weights.
+
+        dw.delegate(run, dw.SigningKey.find("runs.key"), "ed25519:77aa…")
 
     Raises NotTheSigner if `key` is not the run's.
     """

@@ -29,6 +29,7 @@ from ..core.added import AddedLink, merge
 from ..core.change import Change, Region, digest_shift, regions
 from ..core.digest import StateDigest, Words
 from ..core.errors import (
+    DAMAGE,
     DeltawireError,
     ForeignObject,
     HashMismatch,
@@ -40,9 +41,9 @@ from ..core.errors import (
 from ..core.manifest import Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map, threads_for
 from ..core.state import State
-from .references import Resolve, find_reference
+from .references import Reference, Resolve, resolver
 from .replay import advance, require_digest
-from .run import DAMAGE, Run, blobs, lean, ranges, read_each, with_added
+from .run import Run, blobs, lean, ranges, read_each, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
 
@@ -86,7 +87,11 @@ class Signer:
 
 @dataclass(slots=True)
 class Verification:
-    """What was checked and the result."""
+    """What was checked and the result.
+
+    found = dw.verify(run, quick=True)
+    print(found.objects, found.warnings)
+    """
 
     versions: int = 0
     objects: int = 0
@@ -123,10 +128,13 @@ def verify(
     first: int | None = None,
     last: int | None = None,
     quick: bool = False,
-    resolve: Resolve = find_reference,
+    reference: Reference = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Check every record of a run and every object of the versions from `first` to `last`; stop at the first problem.
+
+        found = dw.verify(dw.Run.open("s3://runs/chat"))
+        print(found.ok, found.failure)
 
     `quick` hashes the objects but replays nothing. Needs memory for one copy of the weights plus a few blocks.
     `progress` is called with the bytes read since the last call and the bytes to read in all.
@@ -140,7 +148,7 @@ def verify(
             start = "" if first is None else f" from {first}"
             end = " on" if last is None else f" up to {last}"
             raise VersionNotFound(f"{run.store.url} has no version{start}{end}; {existing(run)}")
-        _Replay(records, chosen, quick, resolve, result).check(progress)
+        _Replay(records, chosen, quick, resolver(reference), result).check(progress)
     except _Found as found:
         result.failure, version = found.problem, found.problem.version
         if version is not None and version not in records.pruned and version in run.pruned():

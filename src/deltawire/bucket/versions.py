@@ -10,13 +10,16 @@ import logging
 import re
 from pathlib import Path
 from types import NoneType
+from typing import TYPE_CHECKING
 
 from ..core import keys
 from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
 from ..core.manifest import Tag, dump, now
-from ..core.parallel import ordered_map
+from ..core.parallel import REQUESTS, ordered_map
 from ..store import Store
-from .run import REQUESTS, Run
+
+if TYPE_CHECKING:
+    from .run import Run
 
 log = logging.getLogger("deltawire")
 
@@ -31,6 +34,8 @@ _MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
 
 def split(text: str) -> tuple[str, str | None]:
     """RUN[@VERSION] → (run, version as written); None where there is none.
+
+        dw.split("s3://runs/chat@best")     # ("s3://runs/chat", "best"); `Run.at` opens it too
 
     The version may stand before or after a `?query`. Only what could be a version or a tag, after the last @ of the
     last part of a path, is one; in an address that itself ends that way, write this @ as %40 in a URL.
@@ -104,12 +109,10 @@ def _resolve(run: Run, version: int | str | None) -> int:
     return _existing(run, counted)
 
 
-def resolve_early(run: str | Run, version: str) -> int:
-    """Return the version; one that is named by its number need not exist yet, and neither need the run."""
-    exact = number(version)
-    if exact is not None and exact >= 0:
-        return exact
-    return resolve(run if isinstance(run, Run) else Run.open(run), version)
+def exact(version: str) -> int | None:
+    """The version that is named by its number, as 41 or v41, whether it exists or not; None for any other name."""
+    found = number(version)
+    return None if found is None or found < 0 else found
 
 
 def number(text: str | None) -> int | None:

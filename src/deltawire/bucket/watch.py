@@ -76,14 +76,13 @@ def watch(
     Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced if another run is
     at the address.
     """
-    store = open_store(address_only(run))
     stop = stop or threading.Event()
     opened: Run | None = None
     newest, reached, waits = since, since, False
-    with Watcher(store, poll=poll, stop=stop) as watcher:
+    with Watcher(run, poll=poll, stop=stop) as watcher:
         while not stop.is_set():
             try:
-                opened = opened or Run.open(store, trust=trust)
+                opened = opened or Run.open(watcher.store, trust=trust)
                 newest = watcher.look(opened, newest)
                 while newest is not None and (reached is None or reached < newest):
                     reached = newest if reached is None or not every else following(opened, reached, newest)
@@ -100,7 +99,10 @@ def watch(
 
 
 def wait_for_run(run: str | Store, poll: float = 1.0, *, trust: Trust | KeysLike | None = None) -> Run:
-    """Open a run once it has a version: trainer and server start in any order."""
+    """Open a run once it has a version: trainer and server start in any order.
+
+    run = dw.wait_for_run("s3://runs/chat")
+    """
     # of a run that is not there, watch says so
     with suppress(RunNotFound):
         opened = Run.open(run, trust=trust)
@@ -119,15 +121,29 @@ def following(run: Run, version: int, newest: int) -> int:
 
 
 class Watcher:
-    """Looks for new versions of a run, for one follower. Use as a context manager, from one thread at a time."""
+    """Looks for new versions of a run, for one follower. Use as a context manager, from one thread at a time.
+
+        with dw.Watcher("s3://runs/chat") as watcher:
+            run, newest = dw.Run.open(watcher.store), None
+            while True:
+                newest = watcher.look(run, newest)
+                watcher.wait()
+
+    `watch` is that loop. `poll` is the longest time between two looks; `stop` ends a wait.
+    """
 
     def __init__(
-        self, store: Store, *, poll: float, stop: threading.Event, hurry: Callable[[], bool] = lambda: False
+        self,
+        run: str | Path | Store,
+        *,
+        poll: float = 1.0,
+        stop: threading.Event | None = None,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         """`hurry` returns whether somebody waits for a version; then looks are close together."""
-        self._store = store
+        self.store = open_store(address_only(run))
         self._poll = poll
-        self._stop = stop
+        self._stop = stop or threading.Event()
         self._hurry = hurry
         self._rhythm = Rhythm(poll)
         self._etag: str | None = None
@@ -181,7 +197,7 @@ class Watcher:
 
     def _ask(self, run: Run, known: int) -> int:
         try:
-            got = self._store.get_if_changed(keys.HEAD, self._etag, limit=keys.limit(keys.HEAD))
+            got = self.store.get_if_changed(keys.HEAD, self._etag, limit=keys.limit(keys.HEAD))
             if got is None:
                 return known
             version = run.parse_head(got.data)
@@ -206,10 +222,10 @@ class Watcher:
 
     def _check_run(self, run: Run, known: int) -> int:
         """Raise RunReplaced if the address has another run than the one that was opened, RolledBack if less of it."""
-        found = Run.open(self._store).info.run
+        found = Run.open(self.store).info.run
         if found != run.info.run:
             raise RunReplaced(
-                f"another run lies at {self._store.url} now ({found[:32]}, this was {run.info.run}): weights stay the "
+                f"another run lies at {self.store.url} now ({found[:32]}, this was {run.info.run}): weights stay the "
                 "version they are; start again to follow the new run"
             )
         if known >= 0:
@@ -220,9 +236,9 @@ class Watcher:
 
     def wait(self) -> None:
         """Wait until it is worth looking again, or time to stop."""
-        if self._listener is None and isinstance(self._store, Announcing):
+        if self._listener is None and isinstance(self.store, Announcing):
             self._listener = threading.Thread(
-                target=self._listen, args=(self._store,), name="deltawire-watch", daemon=True
+                target=self._listen, args=(self.store,), name="deltawire-watch", daemon=True
             )
             self._listener.start()
         pause = self._rhythm.pause(time.monotonic()) * random.uniform(0.75, 1.0)
@@ -251,7 +267,7 @@ class Watcher:
             except Unsupported:
                 return
             except StoreError as error:
-                log.debug("%s: announcements interrupted: %s", self._store.url, error)
+                log.debug("%s: announcements interrupted: %s", self.store.url, error)
                 asked = getattr(error, "retry_after", None) or 0.0
             finally:
                 self._listening = False

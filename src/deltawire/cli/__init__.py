@@ -37,7 +37,7 @@ class Commands(TyperGroup):
     """Turns what a command raises into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        from deltawire.core.errors import DeltawireError
+        from deltawire.errors import DeltawireError
 
         try:
             return super().invoke(ctx)

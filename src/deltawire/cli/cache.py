@@ -7,6 +7,8 @@ from typing import Annotated
 
 from typer import Option
 
+import deltawire as dw
+
 from . import ui
 
 PORT = 8330
@@ -41,11 +43,9 @@ def command(
       deltawire cache s3://runs/chat --host 10.0.0.5 --folder /var/cache/deltawire
       DELTAWIRE_CACHE=http://10.0.0.5:8330 deltawire serve s3://runs/chat
     """
-    from ..bucket.cache import Cache
-    from ..engines.access import read_token
-    from ..engines.cache_server import CacheServer
+    from ..engines.live import access
 
-    cache = Cache(folder.expanduser(), int(gigabytes * 1e9))
-    server = CacheServer(run, cache, host=host, port=port, token=read_token(token_file))
+    limit, token = int(gigabytes * 1e9), access.read_token(token_file)
+    server = dw.CacheServer(run, folder, limit, host=host, port=port, token=token)
     text = f"objects of {server.store.url} at {server.url}; Ctrl-C ends it"
     ui.serve_until_ended(server, {"event": "listening", "url": server.url}, text, json)

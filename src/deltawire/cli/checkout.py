@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import BadParameter, Option
 
+import deltawire as dw
+
+from ..errors import FolderError
 from . import ui
 
 
@@ -31,22 +35,24 @@ def command(
       deltawire checkout s3://runs/chat@41 -o models/chat-41
       deltawire checkout s3://runs/chat -o models/chat --force
     """
-    from ..bucket import checkpoint_folder
-    from ..bucket.trust import Trust
-
     # before anything is fetched
-    with checkpoint_folder.writing(output):
+    try:
         if output.is_symlink() or (output.exists() and not output.is_dir()):
             raise BadParameter(f"{output} is not a folder of its own", param_hint="-o")
         if output.is_dir() and any(output.iterdir()) and not force:
             raise BadParameter(f"{output} is not empty; --force replaces it", param_hint="-o")
-    opened, version = ui.open_version(run, Trust.of(trust, refuse_delegated or None))
-    with checkpoint_folder.scratch(output) as made, ui.progress() as advance:
-        state, steps = ui.fetch_version(opened, version, reference, advance)
-        manifest = opened.manifest(version)
-        size_of_all = opened.schema.nbytes
-        checkpoint_folder.fill(made, opened, manifest, state, progress=lambda n: advance("write", n, size_of_all))
-        checkpoint_folder.move_into(made, output, replace=force)
+    except OSError as error:
+        raise FolderError(f"cannot write {str(output)[:1000]}: {error.strerror}; choose another folder") from None
+    opened, version = dw.Run.at(run, trust=dw.Trust.of(trust, refuse_delegated or None))
+    steps: list[Any] = []
+
+    def planned(way: list[Any]) -> None:
+        steps[:] = way
+
+    with ui.progress() as advance:
+        write = partial(dw.checkout_folder, output, opened, version, replace=force, reference=reference)
+        write(progress=advance, planned=planned)
+    manifest = opened.manifest(version)
     value = {
         "run": opened.store.url,
         "version": version,

@@ -61,10 +61,10 @@ def command(
       deltawire dash s3://runs/chat --trace syncs.json
       deltawire dash s3://runs/chat --json | jq .headline
     """
-    from ..core.errors import DeltawireError
     from ..dash import Collector, PageServer, save
     from ..dash.trace import trace as trace_of
-    from ..engines.access import read_token
+    from ..engines.live import access
+    from ..errors import DeltawireError
 
     if every and out is None:
         raise BadParameter("goes with --out", param_hint="--every")
@@ -77,7 +77,7 @@ def command(
         if target is not None and not target.parent.is_dir():
             raise BadParameter(f"there is no folder {target.parent}", param_hint=option)
     if not once:
-        token = read_token(token_file)
+        token = access.read_token(token_file)
         server = PageServer(run, host=host, port=PORT if port is None else port, token=token, requests=requests)
         more = "; append #token=… to the address, or the page asks for it" if token else ""
         ui.serve_until_ended(server, {"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it")

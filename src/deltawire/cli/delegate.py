@@ -6,6 +6,8 @@ from typing import Annotated
 
 from typer import Argument, BadParameter
 
+import deltawire as dw
+
 from . import ui
 
 
@@ -31,15 +33,12 @@ def command(
       deltawire delegate s3://runs/chat ed25519:77aa… --sign runs.key
       deltawire keep s3://runs/chat --sign keeper.key --trust ed25519:4c1e…
     """
-    from ..bucket.trust import Trust, delegate
-    from ..core.signing import SigningKey, check_public
-
-    check_public(keeper, "the keeper's key")  # first: the arguments may be in the wrong order
-    key = SigningKey.find(sign)
+    dw.SigningKey.check_public(keeper, "the keeper's key")  # first: the arguments may be in the wrong order
+    key = dw.SigningKey.find(sign)
     if key is None:
         raise BadParameter("name the run's private key: --sign PATH, or DELTAWIRE_SIGN")
-    opened = ui.open_run(run, Trust(key.public, remember=False))
-    delegate(opened, key, keeper)
+    opened = dw.Run.open(run, trust=dw.Trust(key.public, remember=False))
+    dw.delegate(opened, key, keeper)
     value = {"run": opened.store.url, "by": key.public, "keeper": keeper}
     said = f"{keeper} may add links to {opened.store.url}, and is trusted with its weights"
     ui.emit(value, lambda out: out.print(said, soft_wrap=True), json)

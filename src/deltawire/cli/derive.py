@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option, echo
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..trainer.pending import Published
+from . import ui
 
 
 def command(
@@ -20,7 +19,7 @@ def command(
     first: Annotated[
         str | None, Option("--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest.")
     ] = None,
-    encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
+    encoding: Annotated[ui.Encoding, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     anchor_every: ui.AnchorEveryOption = None,
     poll: ui.PollOption = 1.0,
     reference: ui.ReferenceOption = None,
@@ -48,19 +47,13 @@ def command(
       deltawire derive s3://runs/chat s3://runs/chat-fp8 --from latest
       deltawire verify s3://runs/chat-fp8 --source s3://runs/chat
     """
-    from ..bucket.references import resolver
-    from ..bucket.versions import address_only, resolve
-    from ..bucket.watch import wait_for_run
-    from ..derive.deriver import OLDEST, Deriver
-
-    ui.check_encoding(encoding)
     with ui.ended_by_sigterm() as stop:
         if not once:
-            wait_for_run(address_only(run), poll, trust=trust)
-        source = ui.open_run(run, trust)
-        start = OLDEST if first is None else resolve(source, first)
+            dw.wait_for_run(run, poll, trust=trust)
+        source = dw.Run.open(run, trust=trust)
+        start = 0 if first is None else source.resolve(first)
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign, "takeover": take_over}
-        with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
+        with dw.Deriver(source, derived, view, reference=reference, **options) as deriver:
             before = deriver.reached
             for published in deriver.follow(start, once=once, poll=poll, stop=stop):
                 _say(published, deriver.reached, json)
@@ -69,7 +62,7 @@ def command(
                 echo(f"nothing to derive: {run} {there}", err=True)
 
 
-def _say(published: Published, source: int | None, json: bool) -> None:
+def _say(published: dw.Published, source: int | None, json: bool) -> None:
     fields = ui.pick(published, "digest", "changed", "elements", "bytes", "kinds", "timings")
     value = {"version": published.version, "source_version": source, **fields}
     share, kinds = ui.percent(published.changed, published.elements), " + ".join(published.kinds)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Exit, Option, echo
 
+import deltawire as dw
+
 from . import ui
 
 if TYPE_CHECKING:
@@ -51,17 +53,16 @@ def command(
 
     said = None if json else _say
     if server is not None:
-        from ..engines.access import read_token
+        from ..engines.live import access
 
-        report = doctor.examine_server(server, read_token(token_file), run, said)
+        report = doctor.examine_server(server, access.read_token(token_file), run, said)
         value = {"server": server, "healthy": report.healthy, "checks": report.findings}
         failed, code = f"{server} does not follow a run as it should; failed", 1
     elif run is not None:
-        from ..bucket.versions import split
         from ..store import open_store
 
         # no patience on top of the client's own: what is wrong is to be seen now
-        store = open_store(split(run)[0], retry=False)
+        store = open_store(dw.split(run)[0], retry=False)
         with ui.ended_by_sigterm():
             report = doctor.examine_store(store, said)
         figures = {name: round(value, 6) for name, value in report.figures.items()}

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Exit, Option, echo
 
+import deltawire as dw
+
+from ..errors import DeltawireError, ObjectNotFound
 from . import ui
+from .allowed import Allowed, addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..bucket.addresses import Allowed
-    from ..bucket.fleet import Member
+    from ..fleet import Member
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -73,9 +76,7 @@ def command(
       deltawire fleet s3://runs/chat --nginx up.conf --watch
       deltawire fleet s3://runs/chat --prometheus-sd targets.json --watch
     """
-    from ..bucket.addresses import Allowed
-    from ..bucket.fleet import Fleet
-    from ..core.errors import DeltawireError, ObjectNotFound
+    from ..fleet import Fleet
 
     outputs = (
         Output(nginx, lambda found: nginx_upstream(found, name), proxy=True),
@@ -92,7 +93,7 @@ def command(
     for output in wanted:
         if output.path is not None and not output.path.absolute().parent.is_dir():
             raise BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
-    allowed, opened = Allowed(allow or ()), ui.open_run(run)
+    allowed, opened = Allowed(allow or ()), dw.Run.open(run)
     fleet = Fleet(opened, fresh=fresh, only=replica or ())
     if not watch:
         newest = opened.newest()
@@ -143,7 +144,6 @@ class Output:
 
     def write(self, found: list[Member], allowed: Allowed, max_lag: int | None) -> bool:
         """Write it if it changed. False, and nothing is written, if a proxy would get no server."""
-        from ..bucket.fleet import addresses
         from ..store import LocalStore
 
         chosen = addresses((m for m in found if (m.serves(max_lag) if self.proxy else m.health != "silent")), allowed)

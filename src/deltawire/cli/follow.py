@@ -9,17 +9,14 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 from typer import BadParameter, Exit, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..bucket.checkpoint_folder import CurrentFolder
-    from ..bucket.run import Run
-    from ..core.errors import DeltawireError
-    from ..replica import Replica
+from ..errors import DeltawireError, FolderError, RunNotFound
+from . import ui
 
 T = TypeVar("T")
 
@@ -68,26 +65,20 @@ def command(
       deltawire follow s3://runs/chat --dir /models/chat \\
           --exec 'curl -fsS -X POST localhost:8000/reload'
     """
-    from ..bucket.checkpoint_folder import CurrentFolder
-    from ..bucket.run import Run
-    from ..bucket.trust import Trust
-    from ..bucket.versions import address_only
-    from ..core.errors import FolderError, RunNotFound
-    from ..replica import Replica
-
     if folder is None and exec is None:
         raise BadParameter("give --dir, --exec or both")
     if once and every:
         raise BadParameter("--once goes straight to the newest version; leave out --every")
-    address_only(run)
-    trusted = Trust.of(trust, refuse_delegated or None)
+    trusted = dw.Trust.of(trust, refuse_delegated or None)
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
-        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trusted)
+        replica = dw.Replica(
+            run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trusted
+        )
     except ValueError as error:
         raise BadParameter(str(error), param_hint="--id") from None
-    with ui.ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
-        opening = partial(Run.open, run, trust=trusted)
+    with ui.ended_by_sigterm() as stop, dw.CurrentFolder(folder) if folder is not None else nullcontext() as current:
+        opening = partial(dw.Run.open, run, trust=trusted)
         if once:
             keeper = _Keeper(opening(), current)
             reached: Iterable[int] = [replica.sync(keeper.state)]
@@ -127,33 +118,27 @@ def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: 
 class _Keeper:
     """The weights that the replica updates, and the folder they are written to."""
 
-    def __init__(self, run: Run, current: CurrentFolder | None) -> None:
-        from ..bucket.replay import load_folder
-        from ..core.errors import DeltawireError
-        from ..core.state import State
-
+    def __init__(self, run: dw.Run, current: dw.CurrentFolder | None) -> None:
         self.run, self.current = run, current
         self._shown: str | None = None
         """State digest of what is in the folder."""
         if current is not None and current.folder is not None:
             try:
                 # so that a restart needs deltas only
-                self.state = load_folder(run, current.folder)
+                self.state = dw.State(run.schema)
+                self.state.load(run.weights_in(current.folder))
                 self._shown = str(self.state.digest)
                 return
             except (DeltawireError, OSError) as error:
                 ui.complain(f"starting from the bucket: {error}")
-        self.state = State(run.schema)
+        self.state = dw.State(run.schema)
 
     def keep(self, version: int) -> None:
         """Write the weights to the folder, unless it holds this version already."""
-        from ..bucket.checkpoint_folder import fill
-
         manifest = self.run.anywhere(lambda: self.run.manifest(version))
         if self.current is None or (self._shown == manifest.digest and self.current.holds(version)):
             return
-        before = self.current.folder
-        self.current.put(version, lambda made: fill(made, self.run, manifest, self.state, before=before))
+        self.current.write(self.run, version, self.state)
         self._shown = manifest.digest
 
 
@@ -167,7 +152,7 @@ def _exec(command: str, keeper: _Keeper, version: int) -> int:
     return code
 
 
-def _say(replica: Replica, version: int, current: CurrentFolder | None, code: int, json: bool) -> None:
+def _say(replica: dw.Replica, version: int, current: dw.CurrentFolder | None, code: int, json: bool) -> None:
     value = {
         "version": version,
         "newest": replica.newest,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import BadParameter, Exit, Option
 
+import deltawire as dw
+
 from . import ui
 from .quantities import seconds
-
-if TYPE_CHECKING:
-    from ..keeper.keeper import KeptVersion
 
 
 def command(
@@ -73,41 +72,33 @@ def command(
       deltawire keep s3://runs/chat --keep-last 2000 --keep-every 500
       deltawire keep s3://runs/chat --once           from cron
     """
-    from ..bucket.prune import Retention
-    from ..bucket.versions import address_only
-    from ..bucket.watch import wait_for_run
-    from ..core.added import LEVELS
-    from ..core.signing import SigningKey
-    from ..keeper.keeper import Keeper, KeeperOptions
-
     if keep_last is None and keep_every is not None:
         raise BadParameter("--keep-every needs --keep-last: without it no version is deleted")
     views = [(name, address) for name, mark, address in (one.partition("=") for one in view or ()) if mark and address]
     if len(views) != len(view or ()):
         raise BadParameter("name the view and its run: --view fp8-block=s3://runs/chat-fp8")
-    levels = sum(3 * 4**level <= longest_skip for level in range(LEVELS))
-    options = KeeperOptions(
+    levels = sum(3 * 4**level <= longest_skip for level in range(dw.KeeperOptions().levels))
+    options = dw.KeeperOptions(
         anchors=anchors,
         anchor_every=anchor_every,
         levels=levels,
         encoding=encoding,
         since=since,
-        retention=None if keep_last is None else Retention(keep_last, keep_every, grace=grace),
-        mirrors=tuple(str(address_only(url)) for url in mirror or ()),
+        retention=None if keep_last is None else dw.Retention(keep_last, keep_every, grace=grace),
+        mirrors=tuple(mirror or ()),
         views=tuple(views),
         lease_s=lease,
     )
-    address = address_only(run)
     with ui.ended_by_sigterm() as stop, ui.progress() as advance:
         if not once:
-            wait_for_run(address, poll, trust=trust)
+            dw.wait_for_run(run, poll, trust=trust)
 
         def fetched(n: int) -> None:
             advance("fetch the version to begin with", n, keeper.run.schema.nbytes)
 
         try:
-            key = SigningKey.find(sign)
-            keeper = Keeper(address, options, id=id, reference=reference, trust=trust, sign=key, progress=fetched)
+            key = dw.SigningKey.find(sign)
+            keeper = dw.Keeper(run, options, id=id, reference=reference, trust=trust, sign=key, progress=fetched)
         except ValueError as error:
             raise BadParameter(str(error), param_hint="--id") from None
         try:
@@ -121,7 +112,7 @@ def command(
         raise Exit(3)
 
 
-def _say(kept: KeptVersion, json: bool) -> None:
+def _say(kept: dw.KeptVersion, json: bool) -> None:
     links = [{"kind": x.link.kind, "base": x.link.base, "bytes": x.link.bytes} for x in kept.added]
     fields = ui.pick(kept, "version", "newest", "working", "bad")
     value = {**fields, "added": links, "seconds": round(kept.seconds, 3)}

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from typer import Argument, BadParameter
 
+import deltawire as dw
+
 from . import ui
 
 
@@ -38,9 +40,7 @@ def command(
       deltawire keygen keeper.key
       deltawire delegate s3://runs/chat ed25519:77aa… --sign ~/.ssh/runs.key
     """
-    from ..core.signing import SigningKey
-
-    key = SigningKey.generate()
+    key = dw.SigningKey.generate()
     try:
         key.write(path)
     except FileExistsError:

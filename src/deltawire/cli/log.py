@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+import deltawire as dw
+
 from . import ui
 from .fleet import print_members
 
 if TYPE_CHECKING:
-    from ..bucket.fleet import Member
-    from ..bucket.run import Run
-    from ..core.manifest import Summary, Tag
+    from ..fleet import Member
 
 _METRICS = 4
 """Columns of metrics, where the terminal is wide enough."""
@@ -43,11 +43,10 @@ def command(
       deltawire log s3://runs/chat@best         that version and those before it
       deltawire log s3://runs/chat --all --json | jq '.versions[].bytes'
     """
-    from ..bucket.fleet import Fleet
-    from ..bucket.versions import tags
+    from ..fleet import Fleet
 
-    opened, newest = ui.open_version(run, trust)
-    named = tags(opened)
+    opened, newest = dw.Run.at(run, trust=trust)
+    named = opened.tags()
     since = 0 if all else max(newest - number + 1, 0)
     summaries, fleet = opened.timeline(newest, since), Fleet(opened, keepers=True)
     versions = list(reversed(summaries.values()))
@@ -72,10 +71,9 @@ def command(
     ui.emit(value, render, json)
 
 
-def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any]:
-    from ..core.manifest import main_link
+def _version(summary: dw.Summary, run: dw.Run, named: dict[str, dw.Tag]) -> dict[str, Any]:
 
-    main = main_link(summary)
+    main = summary.main
     return {
         "version": summary.version,
         "kind": main.kind,
@@ -94,12 +92,10 @@ def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any
 
 def _without_ended_keepers(found: list[Member]) -> list[Member]:
     """Leave out keepers that ended, each of which had a name of its own; where none is at work, all but the latest."""
-    from ..core.manifest import KEEPER
-
-    keepers = [member for member in found if member.role == KEEPER]
+    keepers = [member for member in found if member.is_keeper]
     alive = [keeper for keeper in keepers if keeper.health != "silent"]
     shown = alive or sorted(keepers, key=lambda keeper: keeper.seen_s)[:1]
-    return [member for member in found if member.role != KEEPER or member in shown]
+    return [member for member in found if not member.is_keeper or member in shown]
 
 
 def _render(out: ui.Console, value: dict[str, Any]) -> None:

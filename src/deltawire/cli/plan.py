@@ -1,4 +1,4 @@
-"""`deltawire plan`: estimate what a run costs, by plain arithmetic on the measured figures of core/costs.py."""
+"""`deltawire plan`: estimate what a run costs, by plain arithmetic on the measured figures of costs.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
-from ..core.costs import AUTO, CODING, DTYPES, MACHINE, SPEEDS, TRAINING, UnknownCost, bits_at, density_at
+from ..costs import AUTO, CODING, DTYPES, MACHINE, SPEEDS, TRAINING, UnknownCost, bits_at, density_at
 from . import ui
 from .quantities import count, rate, seconds
 

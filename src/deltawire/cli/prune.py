@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
+import deltawire as dw
+
 from . import ui
 from .quantities import seconds
-
-if TYPE_CHECKING:
-    from ..bucket.prune import PrunePlan
 
 
 def command(
@@ -54,17 +53,14 @@ def command(
       deltawire prune s3://runs/chat --keep-last 100 --keep-every 500 --apply
       deltawire prune s3://runs/chat --keep 120 --keep 340 --grace 1d
     """
-    from ..bucket import prune
-    from ..bucket.versions import resolve
-
-    opened = ui.open_run(run)
-    kept = frozenset(resolve(opened, version) for version in keep or ())
-    rule = prune.Retention(keep_last, keep_every, kept, grace, unfinished=unfinished)
-    plan = prune.prune(opened, rule) if apply else prune.survey(opened, rule)
+    opened = dw.Run.open(run)
+    kept = frozenset(opened.resolve(version) for version in keep or ())
+    rule = dw.Retention(keep_last, keep_every, kept, grace, unfinished=unfinished)
+    plan = dw.prune(opened, rule, apply=apply)
     ui.emit({"run": opened.store.url, "applied": apply, **_value(plan)}, lambda out: _render(out, plan, apply), json)
 
 
-def _value(plan: PrunePlan) -> dict[str, Any]:
+def _value(plan: dw.PrunePlan) -> dict[str, Any]:
     return {
         **ui.pick(plan, "newest", "marked", "waiting", "bytes"),
         "kept": {str(version): why for version, why in plan.kept.items()},
@@ -74,18 +70,16 @@ def _value(plan: PrunePlan) -> dict[str, Any]:
     }
 
 
-def _render(out: ui.Console, plan: PrunePlan, applied: bool) -> None:
-    from ..bucket.run import ranges
-
+def _render(out: ui.Console, plan: dw.PrunePlan, applied: bool) -> None:
     stay = ui.table("versions that stay", "why", left=("versions that stay", "why"))
     for why in dict.fromkeys(plan.kept.values()):
-        stay.add_row(ranges(v for v, reason in plan.kept.items() if reason == why), why)
+        stay.add_row(ui.ranges(v for v, reason in plan.kept.items() if reason == why), why)
     out.print(stay)
     if plan.waiting:
-        out.print(f"{ranges(plan.waiting)} wait: marked less than the grace period ago, or still needed by a reader")
+        out.print(f"{ui.ranges(plan.waiting)} wait: marked less than the grace period ago, or still needed by a reader")
     if plan.marked:
         what = "marked" if applied else "to be marked"
-        out.print(f"{ranges(plan.marked)} {what}: {ui.size(plan.later)} go when prune runs after the grace period")
+        out.print(f"{ui.ranges(plan.marked)} {what}: {ui.size(plan.later)} go when prune runs after the grace period")
     if plan.objects:
         _render_objects(out, plan, applied)
     elif not plan.marked:
@@ -94,12 +88,10 @@ def _render(out: ui.Console, plan: PrunePlan, applied: bool) -> None:
         out.print("nothing was done: add --apply to do it")
 
 
-def _render_objects(out: ui.Console, plan: PrunePlan, applied: bool) -> None:
-    from ..bucket.run import ranges
-
+def _render_objects(out: ui.Console, plan: dw.PrunePlan, applied: bool) -> None:
     go = ui.table("what went" if applied else "what can go", "objects", "bytes", left=("what went", "what can go"))
     for name, items in (
-        (f"manifests of {len(plan.going):,} versions: {ranges(plan.going) or 'none'}", plan.manifests),
+        (f"manifests of {len(plan.going):,} versions: {ui.ranges(plan.going) or 'none'}", plan.manifests),
         ("anchors and deltas", plan.data),
         ("companion files", plan.files),
         ("heartbeats of silent replicas", plan.heartbeats),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..bucket.run import Run
-    from ..core.full import Source
-    from ..trainer import Published
+from ..errors import RunExists, RunNotFound, StoreError
+from . import ui
 
 _CONFIGS = ("config.json", "adapter_config.json")
 _LABELS = {"fetch": "fetch the version before", "detect": "compare", "put": "upload"}
@@ -32,7 +30,7 @@ def command(
     ],
     run: ui.RunArgument,
     encoding: Annotated[
-        str,
+        ui.Encoding,
         Option(
             help="How the delta is coded: packed, context (smaller, slower), auto (whichever arrives sooner), "
             "or raw for any tool to read."
@@ -93,25 +91,19 @@ def command(
       # a fine-tune of a public model: followers get the start from the hub
       deltawire publish step-100 s3://runs/chat --reference Qwen/Qwen3-0.6B
     """
-    from ..bucket.run import Run
-    from ..bucket.versions import address_only
-    from ..core.errors import RunExists, RunNotFound
-    from ..core.full import left_out
     from ..store import open_store
-    from ..trainer import Publisher
 
-    ui.check_encoding(encoding)
     metrics = _metrics(metric or [])
-    url = open_store(address_only(run)).url
-    there: Run | None = None
+    there: dw.Run | None = None
     with suppress(RunNotFound):
-        there = Run.open(run)
+        there = dw.Run.open(run)
+    url = open_store(run).url
     if new and there is not None:
         newest = there.newest()
         at = "without a version yet" if newest is None else f"at version {newest}"
         raise RunExists(f"there is a run at {url} already, {at}: give the new one another address")
     source = _source(checkpoint, there)
-    with Publisher(
+    with dw.Publisher(
         run,
         encoding=encoding,
         anchor_every=1 if anchor else anchor_every,
@@ -135,7 +127,7 @@ def command(
 
             handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=count)
     _remember(url, checkpoint)
-    _report(Run.open(run), handle.result(), fetched, left_out(checkpoint), json)
+    _report(dw.Run.open(run), handle.result(), fetched, dw.Checkpoint(checkpoint).left_out(), json)
 
 
 def _metrics(texts: list[str]) -> dict[str, float]:
@@ -151,24 +143,11 @@ def _metrics(texts: list[str]) -> dict[str, float]:
     return metrics
 
 
-def _source(checkpoint: Path, run: Run | None) -> Source:
+def _source(checkpoint: Path, run: dw.Run | None) -> dw.Source:
     """The weights of the folder, which must fit the run where there is one."""
-    from ..bucket.references import as_run
-    from ..core.errors import SchemaMismatch
-    from ..core.full import ADAPTER_CONFIG, Checkpoint
-    from ..core.keys import RUN
-    from ..trainer.local import OTHER_MODEL
-
-    if (checkpoint / RUN).is_file():
+    if (checkpoint / "run.json").is_file():
         raise BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
-    source = Checkpoint(checkpoint)
-    if run is None:
-        return source
-    try:
-        return as_run(source, run.schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
-    except SchemaMismatch:
-        run.check_kind((checkpoint / ADAPTER_CONFIG).is_file())
-        raise
+    return dw.Checkpoint(checkpoint) if run is None else run.weights_in(checkpoint)
 
 
 # ── the folder published last ────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +175,6 @@ def _last_published(url: str, checkpoint: Path) -> Path | None:
 def _remember(url: str, checkpoint: Path) -> None:
     import msgspec
 
-    from ..core.errors import StoreError
     from ..store import LocalStore
 
     record = _record(url)
@@ -208,7 +186,7 @@ def _remember(url: str, checkpoint: Path) -> None:
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _report(opened: Run, published: Published, fetched: int, left_out: dict[str, str], json: bool) -> None:
+def _report(opened: dw.Run, published: dw.Published, fetched: int, left_out: dict[str, str], json: bool) -> None:
     manifest, full = opened.manifest(published.version), opened.schema.nbytes
     delta = sum(link.bytes for link in manifest.links if link.kind == "delta" and link.base == manifest.parent)
     value = {

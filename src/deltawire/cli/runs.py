@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..bucket.browse import Listed
+from . import ui
 
 
 def command(
@@ -34,17 +33,15 @@ def command(
       deltawire runs /mnt/shared/runs --depth 1
       deltawire runs s3://runs --json | jq -r '.runs[].url'
     """
-    from ..bucket.browse import look_at_all
-    from ..bucket.versions import address_only
     from ..store import open_store
 
-    store = open_store(address_only(bucket))
-    found = look_at_all(store, depth, stored=stored)
-    value = {"bucket": store.url, "runs": [asdict(run) for run in found]}
-    ui.emit(value, lambda out: _render(out, store.url, found), json)
+    found = dw.runs(bucket, depth, stored=stored)
+    url = open_store(bucket).url
+    value = {"bucket": url, "runs": [asdict(run) for run in found]}
+    ui.emit(value, lambda out: _render(out, url, found), json)
 
 
-def _render(out: ui.Console, url: str, found: list[Listed]) -> None:
+def _render(out: ui.Console, url: str, found: list[dw.Listed]) -> None:
     if not found:
         out.print(f"no runs below {url}; --depth looks further down", soft_wrap=True)
         return

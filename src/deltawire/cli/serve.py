@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from typer import Argument, BadParameter, Context, Option
+
+import deltawire as dw
 
 from ..engines.options import BUILTIN, FLOW, WHAT, WHERE, ServerOptions, Setting, named_adapters, settings
 from . import ui
@@ -160,8 +163,7 @@ def command(
     if ctx.args and builtin:
         raise BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
-    from ..bucket.trust import REFUSE_DELEGATED, Trust
-    from ..engines.access import check_guarded, listen, read_token
+    from ..engines.live import access
 
     if adapter:
         options = replace(options, adapters=named_adapters("--adapter", adapter))
@@ -169,14 +171,14 @@ def command(
         # read wherever the run is opened, also in the processes of an engine
         os.environ["DELTAWIRE_TRUST"] = trust
     if refuse_delegated:
-        os.environ[REFUSE_DELEGATED] = "1"
+        os.environ["DELTAWIRE_REFUSE_DELEGATED"] = "1"
     # an engine would say what is wrong with them only after minutes
-    Trust.of(None)
+    dw.Trust.of(None)
     if token_file:
-        options = replace(options, token=read_token(token_file))
-    check_guarded(options.host, options.token)
+        options = replace(options, token=access.read_token(token_file))
+    access.check_guarded(options.host, options.token)
     # before anything is imported or fetched; an engine says so only after minutes
-    listen(options.host, options.port).close()
+    access.listen(options.host, options.port).close()
     options = replace(options, model=model, extra=ctx.args, **_followed(run or options.run))
     # while it waits or loads; a server has its own way to end once it is up
     with ui.ended_by_sigterm():
@@ -221,23 +223,23 @@ def _followed(text: str) -> dict[str, Any]:
     """Return the run to follow, and the version to stay at where one is written behind it."""
     if not text:
         return {}
-    from ..bucket.versions import NEWEST, resolve_early, split
-
-    where, version = split(text)
+    where, version = dw.split(text)
     if _is_checkpoint(where):
         raise BadParameter(
             f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"
         )
     if version is None:
         return {"run": where}
-    return {"run": where, "pin": None if version in NEWEST else resolve_early(where, version)}
+    if version in ("latest", "newest"):
+        return {"run": where, "pin": None}
+    # a version that is named by its number need not exist yet
+    number = re.fullmatch(r"v?([0-9]+)", version)
+    return {"run": where, "pin": int(number[1]) if number else dw.Run.at(text)[1]}
 
 
 def _is_checkpoint(folder: str) -> bool:
-    from ..core import keys
-
     found = os.listdir(folder) if os.path.isdir(folder) else []
-    return keys.RUN not in found and any(name == "config.json" or name.endswith(".safetensors") for name in found)
+    return "run.json" not in found and any(name == "config.json" or name.endswith(".safetensors") for name in found)
 
 
 def _listening(server: RolloutServer, host: str, json: bool) -> None:

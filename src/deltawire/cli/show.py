@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..bucket.run import Run
-    from ..core.describe import IndexStats, TensorDifference, TensorPart
-    from ..core.full import Source
-    from ..core.manifest import Link, Origin
-    from ..core.schema import TensorSpec
-    from ..core.state import State
-    from ..core.ulps import Histogram
+from ..errors import DeltawireError
+from . import ui
 
 SHOWN = 2000
 """Tensors in a table for people: laying out a million rows would take minutes."""
@@ -82,15 +77,12 @@ def command(
 
 
 def _file(path: Path) -> dict[str, Any]:
-    from ..core.container import open_file
-    from ..core.describe import Contents
-
-    contents = Contents(*open_file(path))
+    contents = dw.Contents.open(path)
     return {
         "file": str(path),
         "bytes": contents.size,
         **ui.pick(contents, "kind", "encoding", "metadata"),
-        "tensors": _tensors(contents.parts(), contents.stats(), {}),
+        "tensors": _tensors(contents.parts(), contents.stats()),
         "steps": _steps(contents.kind, contents.steps()),
     }
 
@@ -99,12 +91,9 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _version(text: str, trust: str | None) -> dict[str, Any]:
-    from ..bucket.contents import read, tells_steps
-    from ..core.manifest import main_link
-
-    run, version = ui.open_version(text, trust)
+    run, version = dw.Run.at(text, trust=trust)
     manifest = run.manifest(version)
-    link = main_link(manifest)
+    link = manifest.main
     value: dict[str, Any] = {
         "run": run.store.url,
         **ui.pick(manifest, "version", "parent", "digest", "created", "step", "changed"),
@@ -124,13 +113,14 @@ def _version(text: str, trust: str | None) -> dict[str, Any]:
     if not link.objects:
         tensors = [{**ui.pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
         return {**value, "tensors": tensors, "steps": None}
-    stored = tells_steps(link)
-    parts, histogram = read(run.store, link, steps=stored)
-    tensors = _tensors(parts, {}, run.schema.by_name())
-    return {**value, "tensors": tensors, "steps": _steps(link.kind, histogram if stored else None)}
+    ((_, parts),) = dw.tensor_changes(run, [version], anchors=True)
+    if isinstance(parts, DeltawireError):
+        raise parts
+    _, steps = dw.step_sizes(run, version, stored=True)
+    return {**value, "tensors": _tensors(parts, {}, run.schema), "steps": _steps(link.kind, steps)}
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link(link: dw.Link) -> dict[str, Any]:
     return {
         **ui.pick(link, "kind", "base", "bytes", "encoding", "why", "source"),
         "objects": [blob.key for blob in link.objects],
@@ -138,11 +128,11 @@ def _link(link: Link) -> dict[str, Any]:
 
 
 def _tensors(
-    parts: list[TensorPart], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]
+    parts: list[dw.TensorPart], stats: Mapping[str, Any], schema: dw.Schema | None = None
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows, known = [], {} if schema is None else schema.by_name()
     for part in parts:
-        spec = schema.get(part.name)
+        spec = known.get(part.name)
         row = {
             "name": part.name,
             "dtype": part.dtype,
@@ -155,7 +145,7 @@ def _tensors(
     return rows
 
 
-def _steps(kind: str, histogram: Histogram | None) -> list[dict[str, Any]] | None:
+def _steps(kind: str, histogram: dw.Histogram | None) -> list[dict[str, Any]] | None:
     return None if kind != "delta" or histogram is None else ui.step_rows(histogram)
 
 
@@ -166,13 +156,13 @@ class _Side:
     """A version of a run, or a checkpoint folder."""
 
     def __init__(self, text: str, trust: str | None) -> None:
-        self.run: Run | None = None
+        self.run: dw.Run | None = None
         self.version: int | None = None
         self.folder = Path(text)
         if self.folder.is_file():
             raise BadParameter(f"{text} is a file, which is shown alone: name a version or a checkpoint folder")
         if not self.folder.is_dir() or (self.folder / "run.json").exists():
-            self.run, self.version = ui.open_version(text, trust)
+            self.run, self.version = dw.Run.at(text, trust=trust)
 
     @property
     def name(self) -> str:
@@ -180,11 +170,8 @@ class _Side:
 
 
 def _two(old: str, new: str, reference: Path | None, trust: str | None) -> dict[str, Any]:
-    from ..bucket.versions import split
-    from ..core.describe import difference
-
     with contextlib.ExitStack() as stack, ui.progress() as advance:
-        first, second = _Side(old, trust), _Side(split(old)[0] + new if new.startswith("@") else new, trust)
+        first, second = _Side(old, trust), _Side(dw.split(old)[0] + new if new.startswith("@") else new, trust)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-show-")))
         before, after = _open(first, second, scratch, reference, advance)
         mine, theirs = before.schema.by_name(), after.schema.by_name()
@@ -192,7 +179,7 @@ def _two(old: str, new: str, reference: Path | None, trust: str | None) -> dict[
         total = sum(tensor.nbytes for tensor in both)
         found = []
         for tensor in both:
-            found.append(difference(tensor, before, after))
+            found.append(dw.difference(tensor, before, after))
             advance("compare", tensor.nbytes, total)
     apart = {
         "only_old": sorted(mine.keys() - theirs.keys()),
@@ -204,32 +191,29 @@ def _two(old: str, new: str, reference: Path | None, trust: str | None) -> dict[
 
 def _open(
     first: _Side, second: _Side, scratch: Path, reference: Path | None, advance: ui.Advance
-) -> tuple[Source, Source]:
-    from ..core.full import Checkpoint, write_checkpoint
-
-    def fetched(side: _Side, state: State | None = None) -> State:
+) -> tuple[dw.Source, dw.Source]:
+    def fetched(side: _Side, state: dw.State | None = None) -> dw.State:
         assert side.run is not None
         assert side.version is not None
-        return ui.fetch_version(side.run, side.version, reference, advance, f"fetch v{side.version}", state)[0]
+        told = partial(advance, f"fetch v{side.version}")
+        return dw.checkout(side.run, side.version, state, reference=reference, progress=told)
 
     if second.run is None:
-        return fetched(first) if first.run else Checkpoint(first.folder), Checkpoint(second.folder)
+        return fetched(first) if first.run else dw.Checkpoint(first.folder), dw.Checkpoint(second.folder)
     if first.run is None:
-        return Checkpoint(first.folder), fetched(second)
+        return dw.Checkpoint(first.folder), fetched(second)
     # one of the two in memory is enough
     state = fetched(first)
     total = state.schema.nbytes
-    write_checkpoint(scratch, state, progress=lambda n: advance("set aside", n, total))
+    state.write(scratch, progress=lambda n: advance("set aside", n, total))
     same_run = first.run.info.run == second.run.info.run
-    return Checkpoint(scratch), fetched(second, state if same_run else None)
+    return dw.Checkpoint(scratch), fetched(second, state if same_run else None)
 
 
 def _differences(
-    first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]
+    first: _Side, second: _Side, found: list[dw.TensorDifference], apart: dict[str, list[str]]
 ) -> dict[str, Any]:
-    from ..core.ulps import Histogram
-
-    total = Histogram()
+    total = dw.Histogram()
     for difference in found:
         total.add_all(difference.histogram)
     changed, elements = sum(d.changed for d in found), sum(d.elements for d in found)
@@ -290,7 +274,7 @@ def _render_version(out: ui.Console, value: dict[str, Any]) -> None:
     if value["signer"]:
         checked = "checked" if value["signature_checked"] else "not checked: no trusted key was given (--trust)"
         out.print(f"  signed by {ui.clean(value['signer'])}, {checked}", soft_wrap=True)
-    origin: Origin | None = value["origin"]
+    origin = value["origin"]
     derived = origin and f"version {origin.version} of the run {origin.run}, {origin.view} of {origin.digest}"
     for name, shown in (
         ("adapter of", value["base_model"]),
@@ -318,7 +302,7 @@ def _render_tensors(out: ui.Console, value: dict[str, Any]) -> None:
             cells += [ui.percent(changed, elements) if changed is not None and elements else "–"]
         cells.append("–" if row["bytes"] is None else ui.size(row["bytes"]))
         if ranged:
-            stats: IndexStats | None = row.get("indices")
+            stats = row.get("indices")
             order = "" if stats is None or stats.ascending else " unsorted"
             cells.append("–" if stats is None else f"{stats.first:,} … {stats.last:,}{order}")
             cells.append("–" if stats is None or stats.low is None else f"{stats.low:.3g} … {stats.high:.3g}")

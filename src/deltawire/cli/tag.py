@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..core.manifest import Tag
+from . import ui
 
 
 def command(
@@ -35,37 +34,35 @@ def command(
       deltawire tag s3://runs/chat --delete best
       deltawire checkout s3://runs/chat@best -o models/best
     """
-    from ..bucket.versions import delete_tag, set_tag, split, tags
-    from ..core import keys
-
-    if delete is not None and (name is not None or split(run)[1] is not None):
+    marked = dw.split(run)[1] is not None
+    if delete is not None and (name is not None or marked):
         raise BadParameter("--delete goes with the address of a run alone", param_hint="--delete")
     for given, hint in ((name, "NAME"), (delete, "--delete")):
         try:
             if given is not None:
-                keys.tag(given)
+                dw.Tag.check_name(given)
         except ValueError as error:
             raise BadParameter(str(error), param_hint=hint) from None
-    if name is None and split(run)[1] is not None:
+    if name is None and marked:
         raise BadParameter("name the tag that this version gets, or leave out the version to list all")
-    opened, version = ui.open_version(run)
+    opened, version = dw.Run.at(run)
     value: dict[str, object] = {"run": opened.store.url}
     said = ""
     if name is not None:
-        before = set_tag(opened, version, name)
+        before = opened.tag(version, name)
         value |= {"tag": name, "version": version, "before": before.version if before else None}
         moved = f" (was v{before.version})" if before and before.version != version else ""
         said = f"{name} → v{version}{moved}"
     elif delete is not None:
-        delete_tag(opened, delete)
+        opened.untag(delete)
         value |= {"deleted": delete}
         said = f"{delete} deleted"
-    found = tags(opened)
+    found = opened.tags()
     value["tags"] = {key: {"version": tag.version, "at": tag.at} for key, tag in sorted(found.items())}
     ui.emit(value, lambda out: out.print(said) if said else _render(out, found), json)
 
 
-def _render(out: ui.Console, found: dict[str, Tag]) -> None:
+def _render(out: ui.Console, found: dict[str, dw.Tag]) -> None:
     if not found:
         out.print("no tags; set one with `deltawire tag RUN@VERSION NAME`")
         return

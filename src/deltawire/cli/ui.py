@@ -8,23 +8,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, BadParameter, Option, echo
+from typer import Argument, Option, echo
+
+import deltawire as dw
 
 if TYPE_CHECKING:
     from rich.console import Console as Console
     from rich.table import Table
 
-    from ..bucket.run import Run
-    from ..bucket.trust import Trust
-    from ..core.chain import Step
-    from ..core.state import State
-    from ..core.ulps import Histogram
     from ..engines.threaded import ThreadedServer
 
 JsonOption = Annotated[bool, Option("--json", help="Write JSON to stdout, for programs.")]
@@ -71,6 +67,7 @@ TakeOverOption = Annotated[
     ),
 ]
 
+Encoding = Literal["packed", "context", "auto", "raw"]
 HostOption = Annotated[str, Option(help="Address to listen on.")]
 TokenFileOption = Annotated[
     Path | None, Option(exists=True, dir_okay=False, help="File with the bearer token; else DELTAWIRE_TOKEN.")
@@ -123,7 +120,7 @@ def pick(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def step_rows(histogram: Histogram) -> list[dict[str, Any]]:
+def step_rows(histogram: dw.Histogram) -> list[dict[str, Any]]:
     """How far weights moved, in ulps, for JSON."""
     return [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]
 
@@ -261,59 +258,22 @@ def times(full: float, sent: float) -> str:
     return f"{ratio:.1f}×" if ratio < 99.5 else f"{ratio:,.0f}×"
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers: 1–3, 7."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
+
+
 def sparkline(values: Sequence[float]) -> str:
     """One bar per value, the largest full height."""
     bars = "▁▂▃▄▅▆▇█"
     top = max(values, default=0) or 1
     return "".join(bars[min(int(value / top * len(bars)), len(bars) - 1)] for value in values)
-
-
-# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def open_run(text: str, trust: Trust | str | None = None) -> Run:
-    """Open the run at an address that names no version. `trust` as in `Run.open`."""
-    from ..bucket.run import Run
-    from ..bucket.versions import address_only
-
-    return Run.open(address_only(text), trust=trust)
-
-
-def open_version(text: str, trust: Trust | str | None = None) -> tuple[Run, int]:
-    """Open the run of RUN[@VERSION] and resolve the version. `trust` as in `Run.open`."""
-    from ..bucket.run import Run
-    from ..bucket.versions import resolve, split
-
-    where, version = split(text)
-    run = Run.open(where, trust=trust)
-    return run, resolve(run, version)
-
-
-def fetch_version(
-    run: Run, version: int, reference: Path | None, advance: Advance, label: str = "fetch", state: State | None = None
-) -> tuple[State, list[Step]]:
-    """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched."""
-    from ..bucket.references import resolver
-    from ..bucket.replay import checkout
-
-    steps: list[Step] = []
-
-    def planned(way: list[Step]) -> None:
-        steps[:] = way
-
-    fetched = partial(advance, label)
-    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, planned=planned), steps
-
-
-def check_encoding(encoding: str) -> None:
-    """Raise BadParameter for an encoding that is unknown."""
-    from ..core.errors import UnknownFormat
-    from ..trainer.policy import EncodingChooser
-
-    try:
-        EncodingChooser(encoding)
-    except UnknownFormat as error:
-        raise BadParameter(str(error), param_hint="--encoding") from None
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import BadParameter, Exit, Option
 
-from . import ui
+import deltawire as dw
 
-if TYPE_CHECKING:
-    from ..bucket.run import Run
-    from ..bucket.verify import Verification
+from . import ui
 
 
 def command(
@@ -48,31 +46,26 @@ def command(
       deltawire verify s3://runs/chat --json | jq .failure
       deltawire verify s3://runs/chat-fp8 --source s3://runs/chat
     """
-    from ..bucket.references import resolver
-    from ..bucket.trust import Trust
-    from ..bucket.verify import verify
-    from ..bucket.versions import resolve_early
-
     if quick and source is not None:
         raise BadParameter("--source computes weights again, which --quick promises not to do: leave out one")
     # links that readers may refuse are checked all the same
-    opened = ui.open_run(run, Trust.of(trust, refuse_delegated=False))
+    opened = dw.Run.open(run, trust=dw.Trust.of(trust, refuse_delegated=False))
     # a number may be outside of the run, or pruned
     bounds = {
-        name: None if text is None else resolve_early(opened, text) for name, text in (("first", first), ("last", last))
+        name: None if text is None else opened.resolve(text, early=True)
+        for name, text in (("first", first), ("last", last))
     }
     with ui.progress() as advance:
-        result = verify(opened, **bounds, quick=quick, resolve=resolver(reference), progress=partial(advance, "verify"))
+        told = partial(advance, "verify")
+        result = dw.verify(opened, **bounds, quick=quick, reference=reference, progress=told)
     recomputed = 0
     if source is not None and result.ok:
-        from ..derive.deriver import recompute
-
         with ui.progress() as advance:
-            again = recompute(
+            again = dw.recompute(
                 opened,
-                ui.open_run(source, trust),
+                dw.Run.open(source, trust=trust),
                 **bounds,
-                resolve=resolver(reference),
+                reference=reference,
                 progress=partial(advance, "derive again"),
             )
         recomputed, result.failure = again.proven, again.failure
@@ -87,7 +80,7 @@ def command(
         raise Exit(3)
 
 
-def _render(out: ui.Console, run: Run, result: Verification, recomputed: int) -> None:
+def _render(out: ui.Console, run: dw.Run, result: dw.Verification, recomputed: int) -> None:
     def line(word: str, style: str, text: str) -> None:
         from rich.text import Text
 

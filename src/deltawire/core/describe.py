@@ -6,6 +6,7 @@ may be missing or odd, indices in any order. Versions are compared a few megabyt
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +30,10 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor of the model, as far as a file holds it."""
+    """A tensor of the model, as far as a file holds it. See `tensor_changes` and `Contents`.
+
+    {part.name: part.changed for part in parts}
+    """
 
     name: str
     dtype: str
@@ -59,7 +63,11 @@ class IndexStats:
 
 
 class Contents:
-    """An opened file. Only its header is read until more is asked for."""
+    """An opened safetensors file, of deltawire or another tool. Only its header is read until more is asked for.
+
+    for part in dw.Contents.open("model.safetensors").parts():
+        print(part.name, part.dtype, part.shape)
+    """
 
     def __init__(self, read: Read, size: int) -> None:
         self._read, self.size = read, size
@@ -72,6 +80,11 @@ class Contents:
         empty = not self.header.items and self.metadata.get("sparse") == "true"
         self.kind: Literal["delta", "full"] = "delta" if self._delta or self._pairs or empty else "full"
         self.encoding = self._delta.encoding if self._delta else raw.name if self.kind == "delta" else ""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Contents:
+        """Open a file on this machine."""
+        return cls(*container.open_file(path))
 
     def parts(self) -> list[TensorPart]:
         """The tensors of the file. Reads no data."""
@@ -154,7 +167,10 @@ def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:
 
 @dataclass(slots=True)
 class TensorDifference:
-    """What changed in one tensor."""
+    """What changed in one tensor, as `difference` finds it.
+
+    print(found.name, found.changed, found.max_ulps, found.norm)
+    """
 
     name: str
     dtype: str
@@ -181,7 +197,12 @@ class TensorDifference:
 
 
 def difference(tensor: TensorSpec, old: Source, new: Source) -> TensorDifference:
-    """Compare the bits of a tensor that both have with this dtype and shape."""
+    """Compare the bits of a tensor that both have with this dtype and shape.
+
+    old, new = dw.checkout(run, 40), dw.Checkpoint("step-100")
+    found = dw.difference(run.schema.tensors[0], old, new)
+    print(found.name, found.changed, found.norm)
+    """
     dtype = lookup(tensor.dtype)
     result = TensorDifference(tensor.name, tensor.dtype, tensor.shape, tensor.elements)
     squares = before = ulps = 0.0

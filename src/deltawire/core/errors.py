@@ -57,11 +57,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .extras import install_command
+from .extras import install_command as _install_command
 
 
 class DeltawireError(Exception):
-    """Base of all errors that deltawire raises on purpose."""
+    """Base of all errors that deltawire raises on purpose.
+
+    try:
+        dw.Run.at("s3://runs/chat@best")
+    except dw.DeltawireError as error:
+        raise SystemExit(str(error))
+    """
 
     exit_code = 1
     """What the command line returns for an error of this class."""
@@ -329,4 +335,10 @@ class MissingExtra(DeltawireError):
     exit_code = 2
 
     def __init__(self, message: str, extra: str = "") -> None:
-        super().__init__(f"{message}: {install_command(extra)}" if extra else message)
+        super().__init__(f"{message}: {_install_command(extra)}" if extra else message)
+
+
+# ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
+"""Errors caused by what is in the bucket, not by the way to it. For `except`."""

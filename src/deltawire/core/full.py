@@ -191,7 +191,10 @@ class Anchor:
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint folder, in one file or several, read a region at a time."""
+    """A Hugging Face checkpoint folder, in one file or several, as a Source that is read a region at a time.
+
+    publisher.publish(dw.Checkpoint("step-100"))
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -208,6 +211,10 @@ class Checkpoint:
 
     def region(self, region: Region) -> Bits:
         return self._files[region.tensor.name].region(region)
+
+    def left_out(self) -> dict[str, str]:
+        """Files of the folder that are not published, and why."""
+        return left_out(self.folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

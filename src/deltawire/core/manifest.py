@@ -9,7 +9,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -76,7 +76,10 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One way to reach a version: the full weights, a delta from a base, or a checkpoint everybody can get."""
+    """One way to reach a version: the full weights, a delta from a base, or a checkpoint everybody can get.
+
+    run.manifest(41).main.bytes     # what a follower fetches for version 41
+    """
 
     kind: Kind
     base: int | None = None
@@ -116,7 +119,11 @@ class SummaryLink(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
-    """A version in one line: what `log` shows and `chain.plan` needs."""
+    """A version in one line: what `log` shows and `chain.plan` needs.
+
+    for version, summary in run.timeline(41).items():
+        print(version, summary.changed, summary.main.bytes)
+    """
 
     version: int
     parent: int | None
@@ -127,6 +134,11 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     links: Annotated[tuple[SummaryLink, ...], Meta(max_length=MAX_LINKS)]
     metrics: dict[str, float] = {}
     """The first few of the manifest's."""
+
+    @property
+    def main(self) -> SummaryLink:
+        """The link that followers use: the delta from the parent, or else the first one."""
+        return _main(self.links, self.parent)
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -142,7 +154,11 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The commit of a version. Created last and once, never overwritten."""
+    """The commit of a version. Created last and once, never overwritten.
+
+    manifest = run.manifest(41)
+    print(manifest.digest, manifest.changed, manifest.metrics)
+    """
 
     run: str
     version: int
@@ -184,11 +200,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
             self.version, self.parent, self.digest, self.created, self.step, self.changed, links, dict(shown)
         )
 
+    @property
+    def main(self) -> Link:
+        """The link that followers use: the delta from the parent, or else the first one."""
+        return _main(self.links, self.parent)
+
     def link(self, kind: str, base: int | None) -> Link:
         for link in self.links:
             if link.kind == kind and link.base == base:
                 return link
         raise ManifestError(f"version {self.version} has no {kind} link from {base}")
+
+
+L = TypeVar("L", Link, SummaryLink)
+
+
+def _main(links: Sequence[L], parent: int | None) -> L:
+    return next((x for x in links if x.kind == "delta" and x.base == parent), links[0])
 
 
 class Base(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -285,12 +313,20 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """tags/<name>.json: a name for a version, which prune then keeps."""
+    """tags/<name>.json: a name for a version, which prune then keeps.
+
+    run.tags()["best"].version
+    """
 
     run: str
     version: Version
     at: float
     """When it was set: seconds since the epoch, by the clock of the machine that set it."""
+
+    @staticmethod
+    def check_name(name: str) -> None:
+        """Raise ValueError for what cannot be the name of a tag."""
+        keys.tag(name)
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -333,7 +369,10 @@ class Delegated(msgspec.Struct, frozen=True):
 
 
 class SyncRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A sync of a replica, as its heartbeat tells of it. Times are by the replica's clock."""
+    """A sync of a replica, as its heartbeat tells of it. Times are by the replica's clock.
+
+    [sync.seconds for sync in beat.syncs if not sync.error]
+    """
 
     version: int
     """The version it went to."""
@@ -357,7 +396,11 @@ KEEPER = "keeper"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """replicas/<id>.json: the state that a replica reports."""
+    """replicas/<id>.json: the state that a replica reports.
+
+    for _, beat in run.heartbeats():
+        ...                         # beat.replica, beat.version, beat.healthy, beat.error
+    """
 
     run: str
     replica: str
@@ -377,18 +420,13 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str = ""
     """KEEPER of a keeper, which serves nobody; empty of all others."""
 
+    @property
+    def is_keeper(self) -> bool:
+        """Whether a keeper reports, which serves nobody."""
+        return self.role == KEEPER
+
     def __post_init__(self) -> None:
         _check_spans(self.reading)
-
-
-@overload
-def main_link(version: Manifest) -> Link: ...
-@overload
-def main_link(version: Summary) -> SummaryLink: ...
-def main_link(version: Manifest | Summary) -> Link | SummaryLink:
-    """The link that followers use: the delta from the parent, or else the first one."""
-    links: Sequence[Link | SummaryLink] = version.links
-    return next((x for x in links if x.kind == "delta" and x.base == version.parent), links[0])
 
 
 T = TypeVar("T")

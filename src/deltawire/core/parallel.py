@@ -16,6 +16,9 @@ from . import settings
 T = TypeVar("T")
 R = TypeVar("R")
 
+REQUESTS = 16
+"""Small objects are read this many at a time: all they cost is the round trip."""
+
 WORTH_THREADS = 1 << 16
 """Weights to read, compare or write from which several threads are quicker than one."""
 

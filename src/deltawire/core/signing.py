@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import Misconfigured, MissingExtra, SignatureError
-from .extras import install_command
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -34,7 +33,11 @@ _SEAL_SIZE = len(b',"signature":""}') + 128
 
 
 class SigningKey:
-    """A private key. Nothing that prints it shows more than its public key."""
+    """A private key. Nothing that prints it shows more than its public key.
+
+    key = dw.SigningKey.find("runs.key")        # or SigningKey.generate().write("runs.key")
+    dw.Publisher("s3://runs/chat", sign=key)
+    """
 
     __slots__ = ("_key", "public")
 
@@ -42,6 +45,11 @@ class SigningKey:
         self._key = key
         self.public = f"ed25519:{key.public_key().public_bytes_raw().hex()}"
         """Its public key, as text."""
+
+    @staticmethod
+    def check_public(text: str, what: str) -> str:
+        """Return a public key. Raises Misconfigured for anything else, which `what` names; quotes no secret."""
+        return check_public(text, what)
 
     @classmethod
     def generate(cls) -> SigningKey:
@@ -169,7 +177,7 @@ def load() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise MissingExtra(f"signatures need the cryptography package: {install_command('sign')}") from None
+        raise MissingExtra("signatures need the cryptography package", "sign") from None
     return ed25519
 
 

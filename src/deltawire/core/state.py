@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +18,12 @@ from .schema import Schema
 
 
 class State:
-    """A private copy of the weights of one version."""
+    """Weights in memory: the copy that `checkout` makes, and a Source.
+
+    state = dw.State(run.schema)
+    state.load(run.weights_in("models/chat"))       # a checkpoint folder
+    dw.Replica(run.store.url).sync(state)           # the newest version, from there
+    """
 
     def __init__(self, schema: Schema) -> None:
         """Raises ModelTooLarge where this machine has less memory than the model takes."""
@@ -36,6 +43,10 @@ class State:
 
     def region(self, region: Region) -> Bits:
         return region.cut(self.tensors[region.tensor.name])
+
+    def write(self, folder: Path, *, progress: Callable[[int], None] | None = None) -> None:
+        """Write the weights as safetensors into a folder that exists; `progress` is called with bytes."""
+        full.write_checkpoint(folder, self, progress=progress)
 
     def load(self, source: full.Source, threads: int | None = None) -> None:
         """Copy every bit of a source. The digest is that of what was read."""

@@ -105,7 +105,12 @@ EDGES = (0, 1, 2, 3, 4, 8, 16, 256)
 
 
 class Histogram:
-    """Counts of steps by size and direction."""
+    """Counts of steps by size and direction. Made by `step_sizes`; `rows` has them as text and numbers.
+
+    _, steps = dw.step_sizes(run, 41)
+    for size, up, down in steps.rows():
+        print(size, up, down)
+    """
 
     def __init__(self) -> None:
         self.up: npt.NDArray[Any] = np.zeros(len(EDGES), np.int64)

@@ -11,26 +11,15 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from ..bucket import contents
-from ..bucket.fleet import FRESH_S, HEARTBEATS, LARGEST, Fleet, Member, is_duration, moment
-from ..bucket.references import resolver
-from ..bucket.replay import checkout
-from ..bucket.run import DAMAGE, REQUESTS, Run
-from ..bucket.versions import address_only, tags
-from ..bucket.walk import Walker, fetch_link
-from ..bucket.watch import Watcher
-from ..core import history, keys
-from ..core.dtypes import lookup
-from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Manifest, Summary, main_link
-from ..core.parallel import ordered_map
-from ..core.ulps import Histogram, in_ulps
-from ..store import Store, open_store
+import deltawire as dw
+
+from ..errors import DAMAGE, DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
+from ..fleet import FRESH_S, HEARTBEATS, LARGEST, Fleet, Member, is_duration, moment
+from ..store import Store
 from . import document as doc
 
 log = logging.getLogger("deltawire")
@@ -65,22 +54,22 @@ class Collector:
 
     def __init__(self, run: str | Path | Store, *, requests: int | None = None) -> None:
         """`requests` limits the first look: 48 by default, in a folder 400."""
-        self._store = open_store(address_only(run))
+        self._store = dw.Watcher(run).store
         local = self._store.url.startswith("file:") or "://" not in self._store.url
         self._requests = requests or (MANY_REQUESTS if local else FEW_REQUESTS)
         self._lock, self._computing = threading.Lock(), threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
-        self._run: Run | None = None
+        self._run: dw.Run | None = None
         self._first = True
         """Whether no version has been looked at yet."""
-        self._watcher = Watcher(self._store, poll=1.0, stop=threading.Event())
+        self._watcher = dw.Watcher(self._store)
         self._head: int | None = None
         """The newest version there is."""
         self._newest: int | None = None
         """The newest version that can be read."""
-        self._summaries: dict[int, Summary] = {}
+        self._summaries: dict[int, dw.Summary] = {}
         self._tags: dict[str, int] = {}
         self._members: list[Member] = []
         self._heat: dict[int, list[float]] = {}
@@ -112,21 +101,21 @@ class Collector:
                 problem = str(error)
             return self._document(problem[:500])
 
-    def opened(self) -> Run:
+    def opened(self) -> dw.Run:
         """The run. Raises RunNotFound where there is none yet."""
         with self._lock:
             return self._open()
 
-    def _open(self) -> Run:
+    def _open(self) -> dw.Run:
         if self._run is None:
-            run = Run.open(self._store)
+            run = dw.Run.open(self._store)
             # once: a schema may have a hundred thousand tensors
             self._sizes = {tensor.name: tensor.elements for tensor in run.schema.tensors}
             self._elements, self._full_bytes = sum(self._sizes.values()), run.schema.nbytes
             self._rows = doc.groups([*self._sizes], HEAT_ROWS)
             self._columns, self._totals = doc.columns([], 0), doc.Totals()
             # of a copy, the times of objects say when it was made
-            written = [item.modified for item in self._store.list(keys.RUN) if item.key == keys.RUN]
+            written = [item.modified for item in self._store.list("run.json") if item.key == "run.json"]
             copied = any(modified - run.info.created > FRESH_S for modified in written)
             self._fleet = Fleet(run, keepers=True, copied=copied)
             self._run, self._spent = run, 2
@@ -135,7 +124,7 @@ class Collector:
     def _damage(self, error: DeltawireError, more: str = "") -> str:
         return f"{str(error)[:250]}{more}; `deltawire verify {self._store.url[:150]}` tells what is damaged"
 
-    def _readable(self, run: Run, newest: int) -> tuple[int | None, str]:
+    def _readable(self, run: dw.Run, newest: int) -> tuple[int | None, str]:
         """Return the newest version whose manifest can be read, and what is wrong with those above it."""
         first: DeltawireError | None = None
         for version in range(newest, max(newest - _EARLIER, -1 if self._newest is None else self._newest), -1):
@@ -172,7 +161,8 @@ class Collector:
             problem = found or problem
         if newest is not None and newest != self._newest:
             since = 0 if self._newest is None else self._newest + 1
-            self._spent += 1 + len(history.pages(newest, since))
+            # one for the manifest, and one per page of history, at most
+            self._spent += 1 + (newest // 16).bit_count()
             self._summaries.update(run.timeline(newest, since))
             gone = run.pruned() if since else ()
             self._summaries = {v: s for v, s in self._summaries.items() if v not in gone}
@@ -181,7 +171,7 @@ class Collector:
             self._columns, self._totals = doc.columns(known, self._elements), _totals(known, self._elements)
             self._learn(run.manifest(newest))
             self._spent += 1 + MAX_TAGS
-            self._tags = {name: tag.version for name, tag in tags(run, latest=MAX_TAGS).items()}
+            self._tags = {name: tag.version for name, tag in run.tags(latest=MAX_TAGS).items()}
         self._fleet.read(max(self._requests // 2, 1))
         self._spent += self._fleet.requests
         if first:
@@ -193,7 +183,7 @@ class Collector:
             self._read_heat(2, [newest])
         return problem
 
-    def _learn(self, manifest: Manifest) -> None:
+    def _learn(self, manifest: dw.Manifest) -> None:
         """Keep the trainer's timings of a manifest that was read."""
         first = list(manifest.timings.items())[:12]
         phases = {name[:40]: seconds for name, seconds in first if is_duration(seconds)}
@@ -245,41 +235,31 @@ class Collector:
             per_column = 1 + max((link.objects for link in links if link.kind == "delta"), default=1)
             wanted = _spread(deltas, min(requests // per_column, HEAT_COLUMNS))
         todo = [v for v in wanted if v in self._summaries and v not in self._heat and v not in self._unreadable]
-
-        def read(version: int) -> tuple[Manifest, Mapping[str, int]] | None:
-            try:
-                manifest = run.manifest(version)
-                link = main_link(manifest)
-                if link.kind != "delta":
-                    return None
-                changed: Counter[str] = Counter()
-                for part in contents.read(run.store, link)[0]:
-                    changed[part.name] += part.changed or 0
-                return manifest, changed
-            except DeltawireError as error:
-                log.debug("no changes per tensor of version %d: %s", version, error)
-                return None
-
-        for version, found in zip(todo, ordered_map(read, todo, REQUESTS), strict=True):
-            if found is None:
+        for version, parts in dw.tensor_changes(run, todo):
+            if isinstance(parts, DeltawireError) or not parts:
+                log.debug("no changes per tensor of version %d: %s", version, parts)
                 self._unreadable.add(version)
                 continue
-            self._learn(found[0])
-            self._heat[version] = doc.merged(found[1], self._sizes, self._rows)
+            changed: Counter[str] = Counter()
+            for part in parts:
+                changed[part.name] += part.changed or 0
+            self._learn(run.manifest(version))
+            self._heat[version] = doc.merged(changed, self._sizes, self._rows)
         for version in sorted(set(self._heat) - set(_spread(sorted(self._heat), HEAT_COLUMNS))):
             del self._heat[version]
 
-    def _first_steps(self, run: Run) -> None:
+    def _first_steps(self, run: dw.Run) -> None:
         """The histogram of the newest delta, where that costs little."""
         if self._newest is None:
             return
         try:
-            link = main_link(run.manifest(self._newest))
+            link = run.manifest(self._newest).main
             if self._requests >= MANY_REQUESTS:
                 self._shown_steps = _steps(run, self._newest, STEP_BYTES)
-            elif contents.tells_steps(link) and len(link.objects) == 1 and link.bytes < FEW_BYTES:
+            elif len(link.objects) == 1 and link.bytes < FEW_BYTES:
                 self._spent += 1
-                self._shown_steps = _steps(run, self._newest, FEW_BYTES)
+                _, found = dw.step_sizes(run, self._newest, stored=True)
+                self._shown_steps = None if found is None else doc.Steps(self._newest, found.rows(), "")
         except DeltawireError as error:
             log.debug("no steps of version %d: %s", self._newest, error)
 
@@ -350,7 +330,7 @@ def _size(value: int) -> int:
     return min(max(value, 0), LARGEST)
 
 
-def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> doc.Version:
+def _version(summary: dw.Summary, elements: int, tags: list[str], proven: int) -> doc.Version:
     links = [doc.PageLink(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
     step = summary.step if summary.step is not None and abs(summary.step) < LARGEST else None
     metrics = {k[:40]: v for k, v in list(summary.metrics.items())[:16] if math.isfinite(v) and abs(v) < 1e300}
@@ -360,11 +340,11 @@ def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> d
     )  # fmt: skip
 
 
-def _totals(found: list[Summary], elements: int) -> doc.Totals:
+def _totals(found: list[dw.Summary], elements: int) -> doc.Totals:
     totals = doc.Totals(versions=len(found))
     shares = []
     for summary in found:
-        link = main_link(summary) if summary.links else None
+        link = summary.main if summary.links else None
         if link is not None and link.kind == "delta":
             totals.deltas += 1
             totals.delta_bytes += _size(link.bytes)
@@ -376,7 +356,7 @@ def _totals(found: list[Summary], elements: int) -> doc.Totals:
     return totals
 
 
-def _headline(document: doc.Document, summaries: dict[int, Summary]) -> doc.Headline:
+def _headline(document: doc.Document, summaries: dict[int, dw.Summary]) -> doc.Headline:
     found, totals = doc.Headline(), document.totals
     if totals.delta_bytes:
         full = document.full_bytes * totals.deltas
@@ -416,24 +396,13 @@ def _spread(values: list[int], most: int) -> list[int]:
     return sorted({values[-1 - round(i * (len(values) - 1) / max(most - 1, 1))] for i in range(most)})
 
 
-def _steps(run: Run, version: int, most: int) -> doc.Steps:
+def _steps(run: dw.Run, version: int, most: int) -> doc.Steps:
     """How far the weights of a version moved, unless more than `most` bytes would be fetched for it."""
-    manifest = run.manifest(version)
-    link = main_link(manifest)
+    link = run.manifest(version).main
     if link.kind != "delta" or link.base is None:
         return doc.Steps(version, [], "this version has no delta")
-    stored = contents.tells_steps(link)
-    cost = link.bytes if stored else link.bytes + sum(step.bytes for step in Walker(run).plan(None, link.base))
-    if cost > most:
-        ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
-        return doc.Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
-    if stored:
-        return doc.Steps(version, contents.read(run.store, link, steps=True)[1].rows(), "")
-    histogram = Histogram()
-    base = checkout(run, link.base, resolve=resolver(None))
-    with closing(fetch_link(run, manifest, link)) as fetched:
-        for file in fetched.deltas(base.digest):
-            for changes in file.changes(base.bits):
-                for change in changes:
-                    histogram.add(in_ulps(change.old, change.new, lookup(change.region.tensor.dtype)))
-    return doc.Steps(version, histogram.rows(), "")
+    cost, found = dw.step_sizes(run, version, most=most)
+    if found is not None:
+        return doc.Steps(version, found.rows(), "")
+    ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
+    return doc.Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from ..bucket.fleet import LARGEST, Member
-from ..core.manifest import Summary, main_link
+import deltawire as dw
+
+from ..fleet import LARGEST, Member
 
 POINTS = 1200
 """Points of a chart: more than a screen shows."""
@@ -175,7 +176,7 @@ def encode(document: Any) -> bytes:
 # ── many versions as few points, many tensors as few rows ────────────────────────────────────────────────────────────
 
 
-def columns(found: Sequence[Summary], elements: int) -> Columns:
+def columns(found: Sequence[dw.Summary], elements: int) -> Columns:
     """Versions as columns, POINTS at most: in a long run neighbours are merged, as many into each point."""
     each = max(math.ceil(len(found) / POINTS), 1)
     parts = [found[at : at + each] for at in range(0, len(found), each)]
@@ -199,13 +200,13 @@ def columns(found: Sequence[Summary], elements: int) -> Columns:
     return made
 
 
-def share(summary: Summary, elements: int) -> float:
+def share(summary: dw.Summary, elements: int) -> float:
     """Share of changed weights, 0 to 1."""
     return _figure(min(max(summary.changed / max(elements, 1), 0.0), 1.0))
 
 
-def _bytes(summary: Summary) -> int:
-    return min(max(main_link(summary).bytes, 0), LARGEST) if summary.links else 0
+def _bytes(summary: dw.Summary) -> int:
+    return min(max(summary.main.bytes, 0), LARGEST) if summary.links else 0
 
 
 def _figure(value: float) -> float:

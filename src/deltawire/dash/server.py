@@ -28,9 +28,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from ..core.errors import DeltawireError
-from ..engines.access import is_loopback
+from ..engines.live import access
 from ..engines.threaded import Handler, ThreadedServer
+from ..errors import DeltawireError
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
@@ -189,7 +189,7 @@ class PageHandler(Handler):
         if self.server.token is not None:
             return True
         try:
-            return is_loopback(urlsplit(f"//{host}").hostname)
+            return access.is_loopback(urlsplit(f"//{host}").hostname)
         except ValueError:
             return False
 

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ..bucket.checkpoint_folder import content
-from ..bucket.references import Resolve, find_reference
+from ..bucket.references import Reference, resolver
 from ..bucket.replay import checkout, require_digest
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import Run
 from ..bucket.verify import Problem, Verification
 from ..bucket.watch import watch
 from ..core import full, keys
 from ..core.errors import (
+    DAMAGE,
     DigestMismatch,
     DivergedRun,
     Misconfigured,
@@ -50,10 +51,16 @@ OLDEST = -1
 
 
 class Deriver:
-    """Publishes a view of each version of a run. One at a time for a derived run; use as a context manager."""
+    """Publishes a view of each version of a run. One at a time for a derived run; use as a context manager.
+
+    source = dw.Run.open("s3://runs/chat")
+    with dw.Deriver(source, "s3://runs/chat-fp8", "fp8-block") as deriver:
+        for published in deriver.follow():
+            print(published.version)
+    """
 
     def __init__(
-        self, source: Run, run: str | Path | Store, view: str, *, resolve: Resolve = find_reference, **options: Any
+        self, source: Run, run: str | Path | Store, view: str, *, reference: Reference = None, **options: Any
     ) -> None:
         """`options` are those of `Publisher`.
 
@@ -61,7 +68,7 @@ class Deriver:
         view converts no tensor of the source; Misconfigured if it has adapters.
         """
         check_view(view, of_adapters=source.info.base is not None)
-        self._source, self._view_name, self._resolve = source, view, resolve
+        self._source, self._view_name, self._resolve = source, view, resolver(reference)
         self._blocks = Blocks(source.schema)
         self._files: dict[str, bytes] = {}
         """Companion files of the next version. The publisher reads them when it commits."""
@@ -162,7 +169,7 @@ class Deriver:
         before, view = self._state, self._view
         # until both are at the version: what is half written is none
         self._state = self._view = None
-        state = checkout(self._source, version, before, resolve=self._resolve, changed=view.note if view else None)
+        state = checkout(self._source, version, before, reference=self._resolve, changed=view.note if view else None)
         if view is None or state is not before:
             view = FollowedView(state, self._blocks)
         else:
@@ -190,10 +197,12 @@ def recompute(
     *,
     first: int | None = None,
     last: int | None = None,
-    resolve: Resolve = find_reference,
+    reference: Reference = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Compute versions of a derived run, from `first` to `last`, from its source again, and compare the digests.
+
+        dw.recompute(dw.Run.open("s3://runs/chat-fp8"), dw.Run.open("s3://runs/chat")).ok
 
     Needs memory for one copy of the source's weights. `progress` is called with versions since the last call, and all.
     Raises Misconfigured if the newest version is not derived from that source at all.
@@ -222,7 +231,7 @@ def recompute(
         else:
             try:
                 check_view(origin.view)
-                state = checkout(source, origin.version, state, resolve=resolve)
+                state = checkout(source, origin.version, state, reference=reference)
                 require_digest(source.manifest(origin.version), state.digest)
                 if str(state.digest) != origin.digest:
                     raise DivergedRun(

@@ -10,16 +10,19 @@ every second, so that a client can tell a slow bucket from a dead cache.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..bucket.cache import Cache
 from ..bucket.fetch import fetch
+from ..bucket.neighbour import Neighbour, is_address
 from ..bucket.versions import address_only
 from ..core import keys
 from ..core.errors import DeltawireError
@@ -48,14 +51,33 @@ _SIZE = re.compile(r"[0-9]{1,15}")
 
 
 class CacheServer(ThreadedServer):
-    """Serves the objects of one run."""
+    """Serves the objects of one run to the servers of a site.
+
+        with dw.CacheServer("s3://runs/chat", "/var/cache/deltawire", 20 << 30, port=8330, token=token) as server:
+            server.serve_forever()
+
+    Objects are kept in the folder, `limit` bytes of them: the least recently used go. Raises Misconfigured if the port
+    is taken, or if `host` is not this machine and there is no token.
+    """
 
     def __init__(
-        self, run: str | Store, cache: Cache, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+        self,
+        run: str | Store,
+        folder: str | os.PathLike[str],
+        limit: int,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
     ) -> None:
-        self.store, self.cache = open_store(address_only(run)), cache
+        self.store, self.cache = open_store(address_only(run)), Cache(Path(folder).expanduser(), limit)
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__(CacheHandler, host, port, token)
+
+    @staticmethod
+    def name_in(setting: str) -> str | None:
+        """The cache that DELTAWIRE_CACHE names; None where that is a folder. Misconfigured for what cannot be used."""
+        return Neighbour(setting, None).name if is_address(setting) else None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):

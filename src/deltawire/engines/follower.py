@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ..bucket.run import Run
-from ..bucket.versions import resolve_early
+from ..bucket.versions import exact
 from ..core.digest import StateDigest
 from ..core.errors import DeltawireError, Misconfigured, RunReplaced, SchemaError
 from ..replica import Replica, Synced
@@ -68,7 +68,8 @@ class Follower:
         if not isinstance(version, str):
             return version
         try:
-            return resolve_early(run if isinstance(run, str) else Run.open(run), version)
+            named = exact(version)
+            return Run.open(run).resolve(version) if named is None else named
         except DeltawireError as error:
             raise Misconfigured(f"{setting} is {version[:80]!r}: {error}") from error
 

@@ -24,6 +24,8 @@ from .names import ADAPTER_NAME
 Kv = Literal["version", "clear", "keep"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
+__all__ = ["BUILTIN", "FLOW", "WHAT", "WHERE", "ServerOptions", "Setting", "named_adapters", "settings"]
+
 WHAT, WHERE, FLOW, ANSWERS = "What to serve", "Where, and for whom", "Following the run", "Answers"
 BUILTIN = "Only the built-in server"
 """Panel of the flags that other engines have under names of their own."""

@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import Run
 from ..bucket.trust import LinkSigner
 from ..core import keys
 from ..core.added import MAX_DAMAGED, PAGE_LINKS, RECENT, AddedIndex, AddedLink, AddedPage
+from ..core.errors import DAMAGE
 from ..core.manifest import dump, now
 
 log = logging.getLogger("deltawire")

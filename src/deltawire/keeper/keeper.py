@@ -26,8 +26,8 @@ from ..bucket.fetch import Progress, fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
 from ..bucket.replay import require_digest
-from ..bucket.run import DAMAGE
 from ..bucket.trust import KeysLike, Trust, link_signer
+from ..bucket.versions import address_only
 from ..bucket.walk import TRIES, prefetch
 from ..bucket.watch import Watcher, following
 from ..core import errors, full, keys
@@ -35,7 +35,8 @@ from ..core.added import LEVELS, AddedIndex, AddedLink, merge
 from ..core.chain import Step
 from ..core.change import Change, whole
 from ..core.digest import StateDigest
-from ..core.manifest import KEEPER, Blob, Link, Manifest, main_link
+from ..core.errors import DAMAGE
+from ..core.manifest import KEEPER, Blob, Link, Manifest
 from ..core.signing import SigningKey
 from ..core.sparse import DataFile, DeltaWriter
 from ..core.state import State
@@ -64,7 +65,10 @@ PRUNE_EVERY_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """What a keeper does."""
+    """What a keeper does.
+
+    dw.KeeperOptions(mirrors=("s3://elsewhere/chat",), views=(("fp8-block", "s3://runs/chat-fp8"),))
+    """
 
     anchors: bool = True
     anchor_every: int | None = None
@@ -86,7 +90,11 @@ class KeeperOptions:
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
-    """What a keeper did with a version."""
+    """What a keeper did with a version.
+
+    for kept in keeper.once():
+        print(kept.version, kept.newest - kept.version, "behind")
+    """
 
     version: int
     newest: int
@@ -117,7 +125,12 @@ class KeptWeights(ModelTarget):
 
 
 class Keeper:
-    """Keeps one run. Use `keep` in a loop, from one thread."""
+    """Keeps one run. Use `keep` in a loop, from one thread.
+
+    keeper = dw.Keeper("s3://runs/chat", dw.KeeperOptions(retention=dw.Retention(last=100)))
+    for kept in keeper.follow():
+        print(kept.version, kept.bad)
+    """
 
     def __init__(
         self,
@@ -137,7 +150,7 @@ class Keeper:
         self.replica = Replica(run, id=self.id, reference=reference, trust=trust)
         self.replica.heartbeats.role = KEEPER
         self.run = self.replica.opened()
-        if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
+        if own := [url for url in options.mirrors if open_store(address_only(url)).url == self.run.store.url]:
             raise errors.Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
         self._sign, self._signer = sign, link_signer(self.run, sign)
         self._resolve = resolver(reference)
@@ -378,7 +391,7 @@ class Keeper:
     def _prove(self, version: int) -> list[str]:
         """Prove the links of a version that the sync did not use: a replica may read them."""
         before, manifest = len(self.bad), self.run.manifest(version)
-        main = main_link(manifest)
+        main = manifest.main
         for link in manifest.links:
             if link.kind == "reference" or (link is main and link.kind == "delta"):
                 continue
@@ -419,7 +432,7 @@ class Keeper:
             base = self.run.manifest(skip.base)
         except errors.VersionNotFound:
             return []  # pruned meanwhile
-        trainers = main_link(manifest).encoding
+        trainers = manifest.main.encoding
         encoding = self.options.encoding or trainers or "packed"
         digest = StateDigest.parse(base.digest)
         with DeltaWriter(encoding) as delta:
@@ -446,7 +459,7 @@ class Keeper:
         useless = {keys.data_version(key) for key in damaged if key.startswith(keys.ANCHORS)}
         if version not in versions or version in useless:
             return False  # pruned meanwhile, or readers would still take the anchor that its manifest names
-        size = main_link(versions[version]).bytes
+        size = versions[version].main.bytes
         for v, summary in versions.items():
             if v in useless:
                 deltas = tuple(link for link in summary.links if link.kind != "anchor")
@@ -525,7 +538,9 @@ class Keeper:
         return f"the mirror {mirror.store.url} lacks what is damaged here, until it is repaired: {why}" if why else ""
 
     def _derive(self, view: str, url: str, newest: int) -> str:
-        deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve, sign=self._sign)
+        deriver = self._derivers.pop(url, None) or Deriver(
+            self.run, url, view, reference=self._resolve, sign=self._sign
+        )
         since = self.options.since
         with ExitStack() as failed:
             failed.push(deriver)  # its thread would hold a copy of the weights

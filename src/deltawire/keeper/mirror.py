@@ -12,10 +12,10 @@ import msgspec
 
 from ..bucket.fetch import fetch
 from ..bucket.prune import Retention, prune
-from ..bucket.run import DAMAGE, Run, blobs, with_added
+from ..bucket.run import Run, blobs, with_added
 from ..core import chain, history, keys
 from ..core.added import AddedIndex
-from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
+from ..core.errors import DAMAGE, AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
 from ..core.manifest import Blob, File, Head, Link, Manifest, Pruned, Summary, dump
 from ..store import Store
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from ..bucket.fetch import Progress
 from ..bucket.references import Resolve
 from ..bucket.replay import advance
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import Run
 from ..bucket.walk import TRIES, FetchedLink, Walker
 from ..core.chain import Step
 from ..core.digest import StateDigest
-from ..core.errors import DeltawireError, DigestMismatch, MissingBase, StoreUnavailable, VersionNotFound
+from ..core.errors import DAMAGE, DeltawireError, DigestMismatch, MissingBase, StoreUnavailable, VersionNotFound
 from ..core.full import Source
 from ..core.state import State
 from .failures import Failures

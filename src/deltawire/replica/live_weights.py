@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import Run
 from ..core.digest import StateDigest
-from ..core.errors import NotRestored
+from ..core.errors import DAMAGE, NotRestored
 from .model import ModelTarget
 from .target import AnyTarget, Staged, Update
 

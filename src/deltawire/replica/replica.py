@@ -18,13 +18,13 @@ from typing import Literal
 from ..bucket.cache import shared_cache
 from ..bucket.fetch import Progress
 from ..bucket.references import resolver
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import Run
 from ..bucket.trust import KeysLike, Trust
-from ..bucket.versions import address_only, resolve
+from ..bucket.versions import address_only
 from ..bucket.watch import Watcher, following
 from ..core.chain import Step
 from ..core.digest import StateDigest
-from ..core.errors import DeltawireError, RunNotFound, RunReplaced, SchemaError, VersionRefused
+from ..core.errors import DAMAGE, DeltawireError, RunNotFound, RunReplaced, SchemaError, VersionRefused
 from ..metrics import VersionFigures
 from ..store import MirroredStore, Store, open_store
 from .attempt import Attempt
@@ -39,7 +39,10 @@ log = logging.getLogger("deltawire")
 
 @dataclass(frozen=True, slots=True)
 class Synced(VersionFigures):
-    """A version that a replica has reached, as `on_version` gets it."""
+    """A version that a replica has reached, as `on_version` gets it.
+
+    dw.Replica("s3://runs/chat", on_version=lambda synced: print(synced.version, synced.bytes))
+    """
 
     version: int
     previous: int | None
@@ -224,7 +227,7 @@ class Replica:
 
     def _sync(self, run: Run, model: Model | AnyTarget, version: int | str | None, progress: Progress | None) -> int:
         clock, weights, failures, beats = time.perf_counter(), self._weights, self._failures, self.heartbeats
-        want = run.newest() if version is None else resolve(run, version)
+        want = run.newest() if version is None else run.resolve(version)
         if want is None:
             raise RunNotFound(f"the run at {self._store.url} has no version yet")
         if version is None and isinstance(self._store, MirroredStore):

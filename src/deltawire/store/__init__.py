@@ -21,7 +21,21 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltawire.core.errors import BadURL
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.base import (
+    Announcing,
+    Browsing,
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    Settling,
+    Store,
+    Sweeping,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+)
 from deltawire.store.hub import HubStore
 from deltawire.store.local import LocalStore
 from deltawire.store.mirrored import MirroredStore
@@ -29,15 +43,24 @@ from deltawire.store.object import SCHEMES, ObjectStore
 from deltawire.store.retry import Retrying
 
 __all__ = [
+    "Announcing",
+    "Browsing",
     "Chunks",
     "Fetched",
     "HubStore",
+    "Level",
     "LocalStore",
     "MirroredStore",
     "ObjectInfo",
     "ObjectStore",
     "Retrying",
+    "Settling",
     "Store",
+    "Sweeping",
+    "check_key",
+    "check_prefix",
+    "check_range",
+    "check_size",
     "open_store",
 ]
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from deltawire import __version__
 from deltawire.core.errors import MissingExtra, PermissionDenied, StoreError, StoreUnavailable
-from deltawire.core.extras import install_command
 from deltawire.store import hub_errors
 from deltawire.store.base import Chunks
 
@@ -68,10 +67,10 @@ def require() -> None:
 
         found = metadata.version("hf-xet")
     except ImportError:
-        raise MissingExtra(f"hf:// addresses need huggingface_hub: {install_command('hub')}") from None
+        raise MissingExtra("hf:// addresses need huggingface_hub", "hub") from None
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < (1, 7):
         # it would keep the interpreter's lock while it reads, and all other threads with it
-        raise MissingExtra(f"hf:// addresses need hf-xet 1.7, this is {found}: {install_command('hub')}")
+        raise MissingExtra(f"hf:// addresses need hf-xet 1.7, this is {found}", "hub")
 
 
 def _session() -> hf_xet.XetSession:

@@ -36,6 +36,8 @@ _fitting: WeakKeyDictionary[Any, set[Base]] = WeakKeyDictionary()
 def adapter(model: Any, name: str | None = None) -> Adapter:
     """Return the adapter of a PeftModel, by default the active one, as `model.save_pretrained` would write it.
 
+        publisher.publish(dw.adapter(model))
+
     `replica.sync(adapter(model))` is the other direction: a run's adapter into a live model.
     """
     peft_model = _peft_model(model)
@@ -48,6 +50,8 @@ def adapter(model: Any, name: str | None = None) -> Adapter:
 
 def merged(model: Any) -> Merged:
     """Return the base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
+
+        publisher.publish(dw.merged(model))
 
     The model itself stays as it is. Every publish makes a copy of the layers that an adapter touches, merges there as
     PEFT does, and frees it once what changed is known.

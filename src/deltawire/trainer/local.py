@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..bucket.references import OTHER_MODEL
 from ..core import full
 from ..core.change import Block, Region, whole
 from ..core.digest import StateDigest
@@ -19,9 +20,6 @@ from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
 from .collective import Group, Ranks
 from .detectors import Detector, default_detector
-
-OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
-"""What to do when a model does not fit the run it is published to."""
 
 
 class LocalModel:

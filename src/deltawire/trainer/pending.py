@@ -21,6 +21,8 @@ against), "detect" and "put"."""
 class Published(VersionFigures):
     """A committed version, as `PublishHandle.result` returns it and `on_version` gets it.
 
+        dw.Publisher("s3://runs/chat", on_version=lambda published: wandb.log(published.report()))
+
     version     its number
     digest      state digest of all its weights
     changed     number of weights that differ from the version before
@@ -53,6 +55,9 @@ class Published(VersionFigures):
 
 class PublishHandle:
     """Returned by `publish` at once. `result()` waits for the version that carries the publish.
+
+        handle = publisher.publish(model)
+        print(handle.result().version)
 
     Any thread may use it, and several may wait.
     """

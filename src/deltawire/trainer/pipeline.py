@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..bucket.references import OTHER_MODEL
 from ..bucket.run import Run
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -46,7 +47,7 @@ from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
 from .commit import Committer, Signing
 from .companions import Companions
 from .detectors import Detector, SnapshotLost, TooLarge
-from .local import OTHER_MODEL, LocalModel
+from .local import LocalModel
 from .pending import PendingVersion, Progress, Published
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ..core import chain
 from ..core.added import AddedIndex, merge
 from ..core.codecs import ENCODINGS
-from ..core.costs import AUTO, CODING, bits_at
 from ..core.errors import Misconfigured, MissingBase, UnknownFormat, VersionNotFound
 from ..core.manifest import Summary
 from ..core.parallel import default_threads
 from ..core.sparse import DataFile
+from ..costs import AUTO, CODING, bits_at
 
 UNKNOWN_LINK = 125e6
 """Bytes per second before the first upload was timed: 1 Gbit/s."""
@@ -108,7 +108,7 @@ class Estimate:
 
     @classmethod
     def of(cls, encoding: str) -> Estimate:
-        """What was measured beforehand (core/costs.py)."""
+        """What was measured beforehand (costs.py)."""
         coding = CODING[encoding]
         per_weight = coding.encode_weight + coding.decode_weight
         return cls(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)
@@ -139,7 +139,7 @@ class EncodingChooser:
         time = bytes / link speed + encode + decode
 
     The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use,
-    starting from what `deltawire plan` goes by (core/costs.py). A replica is taken to have a link and a processor like
+    starting from what `deltawire plan` goes by (costs.py). A replica is taken to have a link and a processor like
     the trainer's.
 
     An adapter is small and changes almost everywhere, and servers replace it as a whole. So where it is one, its full

@@ -49,7 +49,7 @@ class Rebuild:
         fetched = (lambda n, total: progress("fetch", n, total)) if progress else None
         for _ in range(TRIES):
             try:
-                return checkout(run, version, self._in_folder(run, version), resolve=self._find, progress=fetched)
+                return checkout(run, version, self._in_folder(run, version), reference=self._find, progress=fetched)
             except ReferenceUnavailable:
                 raise  # it is somewhere, only not here
             except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:

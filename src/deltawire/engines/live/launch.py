@@ -14,7 +14,6 @@ from typing import NoReturn, Protocol
 from ...bucket import checkpoint_folder
 from ...bucket.references import resolver
 from ...bucket.run import Run
-from ...bucket.versions import resolve
 from ...bucket.watch import wait_for_run
 from ...core import full
 from ...core.errors import FolderError, SchemaMismatch
@@ -101,7 +100,7 @@ def write_version(
 ) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
     opened = run if isinstance(run, Run) else Run.open(run)
-    want = resolve(opened, version)
+    want = opened.resolve(version)
     if place.is_dir() and any(place.iterdir()):
         if not (place / "config.json").is_file():
             raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")

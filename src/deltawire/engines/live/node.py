@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ...bucket.references import as_run, resolver
+from ...bucket.references import as_run
 from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.walk import FetchedLink, fetch_link
@@ -184,7 +184,7 @@ class Node:
         run = Run.open(chosen.run or message.run)
         version, to, base, claim = message.version, message.digest, message.base, message.claim
         if claim is None:
-            weights = checkout(run, version, resolve=resolver(chosen.reference))
+            weights = checkout(run, version, reference=chosen.reference)
             return self.stage(Update(version, to, base, weights), message.reloads)
 
         def fetch() -> FetchedLink:

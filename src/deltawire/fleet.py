@@ -1,7 +1,7 @@
 """The replicas that follow a run, by their heartbeats: for `log`, `fleet` and the page of `dash`.
 
 Whoever can write the bucket can write a heartbeat, so nothing that one says is believed unless it is possible: `Member`
-has numbers, times and text that can be shown, and an address in a strict form (`addresses.py`). Whether a heartbeat is
+has numbers, times and text that can be shown, and an address in a strict form (`split_address`). Whether a heartbeat is
 fresh is told by the store's time of the object, against the clock of the machine that asks, not by what it says.
 """
 
@@ -15,15 +15,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core import keys
-from ..core.errors import ManifestError, ObjectTooLarge
-from ..core.manifest import KEEPER, Heartbeat, Summary, SyncRecord
-from ..core.parallel import ordered_map
-from ..store import ObjectInfo
-from .addresses import Allowed, checked_address, split_address
-from .run import REQUESTS, Run
+import deltawire as dw
+
+from .errors import DeltawireError
+from .store import ObjectInfo
 
 log = logging.getLogger("deltawire")
+
+REPLICAS = "replicas/"
+"""Folder of the heartbeats in a bucket (docs/format.md)."""
 
 HEARTBEATS = 1000
 """Number of heartbeats that are read."""
@@ -96,7 +96,7 @@ class Member:
     run the replica's time."""
     error: str = ""
     role: str = ""
-    """KEEPER of a keeper; empty of all others."""
+    """`keeper` of a keeper, which serves nobody; empty of all others."""
     at: float = 0.0
     """When it wrote its heartbeat, by its own clock."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -107,6 +107,11 @@ class Member:
     """Seconds that its clock is ahead of the store's; 0 below five seconds, and 1e7 for a clock that is wrong."""
     syncs: tuple[Sync, ...] = ()
     """Its latest syncs, oldest first."""
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether it is a keeper, which serves nobody."""
+        return self.role == "keeper"
 
     def serves(self, max_lag: int | None = None) -> bool:
         """Whether clients may be sent there."""
@@ -123,7 +128,7 @@ class _Known:
     """As listed."""
     read: ObjectInfo | None = None
     """As it was when it was read; None if it never was."""
-    beat: Heartbeat | None = None
+    beat: dw.Heartbeat | None = None
     """None where it is damaged, or is no heartbeat of this run."""
     broken: bool = False
     syncs: dict[tuple[float, int], Sync] = field(default_factory=dict)
@@ -134,7 +139,7 @@ class Fleet:
 
     def __init__(
         self,
-        run: Run,
+        run: dw.Run,
         *,
         fresh: float = FRESH_S,
         only: Sequence[str] = (),
@@ -148,7 +153,7 @@ class Fleet:
         copied     the objects are copies: their times say nothing of clocks
         """
         self._run, self._fresh, self._keepers, self._copied = run, fresh, keepers, copied
-        self._wanted = re.compile("|".join(fnmatch.translate(f"{keys.REPLICAS}{pattern}.json") for pattern in only))
+        self._wanted = re.compile("|".join(fnmatch.translate(f"{REPLICAS}{pattern}.json") for pattern in only))
         self._known: dict[str, _Known] = {}
         self.broken: list[str] = []
         """Names of those whose heartbeat cannot be read."""
@@ -164,12 +169,16 @@ class Fleet:
         due = [known for known in self._known.values() if known.read != known.item]
         due = sorted(due, key=lambda known: known.read.modified if known.read else 0.0)[:most]
         self.requests = 1 + len(due)
-        for known in ordered_map(self._read, due, REQUESTS):
+        for known, (item, beat) in zip(due, self._run.heartbeats([known.item for known in due]), strict=True):
+            known.broken = isinstance(beat, DeltawireError)
+            if known.broken:
+                log.warning("ignoring %s: %s", item.key, beat)
+            known.read, known.beat = item, beat if isinstance(beat, dw.Heartbeat) else None
             if known.beat is not None:
                 self._keep_syncs(known.syncs, known.beat, self._skew(known))
         self.broken = sorted(_name(key) for key, known in self._known.items() if known.broken)
 
-    def members(self, newest: int | None, summaries: Mapping[int, Summary] | None = None) -> list[Member]:
+    def members(self, newest: int | None, summaries: Mapping[int, dw.Summary] | None = None) -> list[Member]:
         """Return the replicas as of now, by name.
 
         newest       the newest version of the run
@@ -180,15 +189,15 @@ class Fleet:
         return sorted((member for member in found if member is not None), key=lambda member: member.replica)
 
     def _list(self) -> None:
-        store, before = self._run.store, self._known
-        found = [item for item in store.list(keys.REPLICAS) if self._wanted.match(item.key)]
+        before = self._known
+        found = [item for item in self._run.heartbeat_objects() if self._wanted.match(item.key)]
         items = latest_heartbeats(found, HEARTBEATS, [key for key, known in before.items() if known.beat])
         left_out = len(found) - len(items)
         if left_out and not self.left_out:
             log.warning(
                 "%s has %d heartbeats: %d are left out, and only the latest %d are read; name those that count "
                 "(deltawire fleet --replica), or delete the others",
-                store.url,
+                self._run.store.url,
                 len(found),
                 left_out,
                 len(items),
@@ -199,19 +208,7 @@ class Fleet:
         for key, item in there.items():
             self._known.setdefault(key, _Known(item)).item = item
 
-    def _read(self, known: _Known) -> _Known:
-        item, beat, broken = known.item, None, False
-        try:
-            beat = self._run.find(item.key, Heartbeat)
-        except (ManifestError, ObjectTooLarge) as error:
-            log.warning("ignoring %s: %s", item.key, error)
-            broken = True
-        if beat is not None and item.key != f"{keys.REPLICAS}{beat.replica}.json":
-            beat = None
-        known.read, known.beat, known.broken = item, beat, broken
-        return known
-
-    def _keep_syncs(self, kept: dict[tuple[float, int], Sync], beat: Heartbeat, skew: float) -> None:
+    def _keep_syncs(self, kept: dict[tuple[float, int], Sync], beat: dw.Heartbeat, skew: float) -> None:
         now = time.time()
         for record in beat.syncs:
             sync = _sync(record, skew)
@@ -237,12 +234,12 @@ class Fleet:
         return round(min(ahead, WRONG_S), 1) if ahead > SKEW_S else 0.0
 
     def _member(
-        self, known: _Known, newest: int | None, summaries: Mapping[int, Summary], clock: float
+        self, known: _Known, newest: int | None, summaries: Mapping[int, dw.Summary], clock: float
     ) -> Member | None:
         seen, beat, top = known.item.modified, known.beat, -1 if newest is None else newest
         if known.read is None:
             return Member(_name(known.item.key), None, None, "unread", None, "", max(clock - seen, 0.0))
-        if beat is None or (beat.role == KEEPER and not self._keepers):
+        if beat is None or (beat.is_keeper and not self._keepers):
             return None
 
         def is_possible(version: int | None) -> bool:
@@ -260,7 +257,7 @@ class Fleet:
             None if version is None else max(top - version, 0),
             "silent" if silent else "failing" if failing else "ok",
             next((sync.pause for sync in reversed(syncs) if not sync.error), None),
-            checked_address(beat.address) if split_address(beat.address) is not None else "",
+            _address(beat.address),
             max(clock - seen, 0.0),
             beat.error[:500],
             beat.role,
@@ -292,9 +289,10 @@ def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Sequence[s
     return [*first, *(item for item in ordered if item.key not in kept)][:limit]
 
 
-def addresses(found: Iterable[Member], allowed: Allowed) -> list[str]:
-    """The addresses of these that may be used, each once."""
-    return sorted({member.address for member in found if member.address in allowed})
+def _address(text: str) -> str:
+    """An address in its usual form; empty if it is none."""
+    found = dw.split_address(text)
+    return "" if found is None else f"[{found[0]}]:{found[1]}" if ":" in str(found[0]) else f"{found[0]}:{found[1]}"
 
 
 def moment(at: float) -> float | None:
@@ -307,10 +305,10 @@ def is_duration(seconds: float) -> bool:
     return math.isfinite(seconds) and 0 <= seconds < 1e9
 
 
-def _sync(record: SyncRecord, skew: float) -> Sync | None:
+def _sync(record: dw.SyncRecord, skew: float) -> Sync | None:
     at = moment(record.at - skew)
     versions = (record.version,) if record.previous is None else (record.version, record.previous)
-    if at is None or not 0 <= record.seconds <= LONGEST_SYNC_S or not all(0 <= v <= keys.MAX_VERSION for v in versions):
+    if at is None or not 0 <= record.seconds <= LONGEST_SYNC_S or not all(0 <= v < LARGEST for v in versions):
         return None
     if not all(map(is_duration, record.timings.values())):
         return None
@@ -324,7 +322,9 @@ def _sync(record: SyncRecord, skew: float) -> Sync | None:
     )  # fmt: skip
 
 
-def _behind_s(version: int | None, newest: int | None, summaries: Mapping[int, Summary], clock: float) -> float | None:
+def _behind_s(
+    version: int | None, newest: int | None, summaries: Mapping[int, dw.Summary], clock: float
+) -> float | None:
     """Seconds since the version after this one was published."""
     if version is None or newest is None:
         return None
@@ -335,4 +335,4 @@ def _behind_s(version: int | None, newest: int | None, summaries: Mapping[int, S
 
 
 def _name(key: str) -> str:
-    return key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
+    return key.removeprefix(REPLICAS).removesuffix(".json")[:128]

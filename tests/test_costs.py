@@ -1,4 +1,4 @@
-"""`core.costs`: the measured figures, plausible and those of the benchmarks."""
+"""`deltawire.costs`: the measured figures, plausible and those of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltawire as dw
-from deltawire.core.costs import CODING, SPEEDS, TRAINING, bits_at, density_at
+from deltawire.costs import CODING, SPEEDS, TRAINING, bits_at, density_at
 
 
 def test_measured_points_are_met_exactly() -> None:
@@ -56,7 +56,7 @@ def test_the_table_is_what_the_codec_does_today() -> None:
 
 def test_speeds_are_those_of_the_benchmark() -> None:
     """Costs per weight and per change: the line through the two densities that were measured."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "codec-full-ours.json"
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "codec-full-ours.json"
     few, many = json.loads(path.read_text())["rows"]
     assert SPEEDS.detect == pytest.approx(1e9 / many["detect_ns_per_weight"], rel=0.05)
     assert SPEEDS.prove == pytest.approx(1e9 / many["digest_ns_per_weight"], rel=0.05)

@@ -3,6 +3,10 @@
 TRAINING, CONTEXT and the speed of hashing are printed by benchmarks/costs_table.py. The other speeds follow from
 benchmarks/results/codec-full-ours.json (a test compares them): Qwen3-0.6B at two learning rates, one thread.
 `costs_table.py --part speeds` prints the same figures for the machine at hand.
+
+    from deltawire import costs
+
+    costs.density_at(1e-6), costs.bits_at(0.01, "packed")       # share of weights, and bits per changed weight
 """
 
 from __future__ import annotations
@@ -11,6 +15,19 @@ import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+__all__ = [
+    "AUTO",
+    "CODING",
+    "CONTEXT",
+    "DTYPES",
+    "MACHINE",
+    "SPEEDS",
+    "TRAINING",
+    "UnknownCost",
+    "bits_at",
+    "density_at",
+]
 
 MACHINE = "one core of an Intel Xeon, a virtual machine of sixteen"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from deltawire.bucket.addresses import Allowed, checked_address, split_address
-from deltawire.bucket.fleet import Fleet, Member, addresses, latest_heartbeats
+from deltawire.bucket.addresses import checked_address, split_address
 from deltawire.bucket.run import Run
+from deltawire.cli.allowed import Allowed, addresses
 from deltawire.core import keys
 from deltawire.core.errors import Misconfigured
 from deltawire.core.manifest import Heartbeat, SyncRecord, dump
+from deltawire.fleet import Fleet, Member, latest_heartbeats
 from deltawire.replica import Replica
 from deltawire.store import ObjectInfo, Store
 from deltawire_wordle.counting import CountingStore
@@ -185,7 +186,7 @@ def test_members_that_are_named_or_known_are_found_among_forged_ones(
     beat(store, "gpu-2")
     for number in range(40):
         beat(store, f"forged-{number}")
-    monkeypatch.setattr("deltawire.bucket.fleet.HEARTBEATS", 10)
+    monkeypatch.setattr("deltawire.fleet.HEARTBEATS", 10)
     hidden = [member.replica for member in members(run)]
     assert not {"gpu-1", "gpu-2"} & set(hidden)
     assert "42 heartbeats: 32 are left out" in caplog.text
