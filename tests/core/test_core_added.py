@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from deltawire.core import added, chain, keys
-from deltawire.core.added import AddedIndex, AddedLink, AddedPage, merge, parse_index, parse_page, spans
+from deltawire.core.added import AddedIndex, AddedLink, AddedPage, merge, parse_index, parse_page, skip_spans
 from deltawire.core.errors import DeltawireError
 from deltawire.core.manifest import Blob, Link, RunInfo, Summary, SummaryLink, dump
 from deltawire.core.schema import Schema, TensorSpec
@@ -29,12 +29,12 @@ def delta(version: int, start: int, **other: object) -> AddedLink:
 
 
 def test_spans_lead_up_and_down_by_one_delta_per_level() -> None:
-    assert spans(0) == spans(1) == []
-    assert (spans(2), spans(3), spans(4), spans(8)) == ([2], [3], [2, 3, 4], [2, 3, 4, 8])
-    assert spans(16) == [2, 3, 4, 8, 12, 16]
-    assert spans(64) == [2, 3, 4, 8, 12, 16, 32, 48, 64]
-    assert spans(16, levels=2) == [2, 3, 4, 8, 12]
-    assert sum(len(spans(version)) for version in range(4096)) < 1.7 * 4096
+    assert skip_spans(0) == skip_spans(1) == []
+    assert (skip_spans(2), skip_spans(3), skip_spans(4), skip_spans(8)) == ([2], [3], [2, 3, 4], [2, 3, 4, 8])
+    assert skip_spans(16) == [2, 3, 4, 8, 12, 16]
+    assert skip_spans(64) == [2, 3, 4, 8, 12, 16, 32, 48, 64]
+    assert skip_spans(16, levels=2) == [2, 3, 4, 8, 12]
+    assert sum(len(skip_spans(version)) for version in range(4096)) < 1.7 * 4096
 
 
 WEIGHTS, FULL = 600_000_000, 1_200_000_000
@@ -71,7 +71,7 @@ def run_of(kind: str, count: int) -> dict[int, Summary]:
     since = 0.0
     for version in range(count):
         links = [SummaryLink("delta", version - 1, int(size(1)), 1, "")] if version else []
-        for span in spans(version):
+        for span in skip_spans(version):
             if 2 * size(span) < FULL:
                 links.append(SummaryLink("delta", version - span, int(size(span)), 1, ""))
         since += size(1)

@@ -26,7 +26,7 @@ from deltawire.core.manifest import (
     parse,
     parse_manifest,
     parse_run,
-    spans,
+    ranges_of,
 )
 from deltawire.core.schema import Schema, TensorSpec
 
@@ -92,7 +92,7 @@ def test_a_summary_carries_a_few_short_metrics() -> None:
 @given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
 def test_pruned_versions_are_a_set_in_few_ranges(one: set[int], two: set[int]) -> None:
     pruned = Pruned.of("r", one).also(two)
-    assert pruned.versions == spans(one | two)
+    assert pruned.versions == ranges_of(one | two)
     assert {version for version in range(42) if version in pruned} == one | two
     assert pruned.last == max(one | two, default=-1)
 

@@ -7,13 +7,13 @@ import os
 import numpy as np
 import pytest
 
-from deltawire.core.added import spans
+from deltawire.core.added import skip_spans
 from deltawire.core.change import Change, Region, compare, whole
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import DeltaWriter
 from deltawire.core.state import State
 from deltawire.keeper import skips as module
-from deltawire.keeper.skips import ArrayFile, SkipDelta, Skips, Undo
+from deltawire.keeper.skips import ArrayFile, Reversal, SkipDelta, Skips
 from support import Bag, moved_bag, opened, random_bag
 
 SCHEMA = Schema.build([TensorSpec("a", "BF16", (12, 10)), TensorSpec("b", "F32", (7,)), TensorSpec("c", "I64", (3, 2))])
@@ -84,16 +84,16 @@ def test_every_skip_delta_that_is_due_is_made_and_right(encoding: str, density: 
     followed = Followed(70, density)
     for version in range(1, 71):
         bases = followed.go(version, encoding, cut=version % 3 == 0)
-        assert sorted(version - base for base in bases) == spans(version, 4)
+        assert sorted(version - base for base in bases) == skip_spans(version, 4)
 
 
 def test_changes_that_are_not_small_are_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IN_MEMORY", 8)
     followed = Followed(20, 0.6)
     for version in range(1, 21):
-        assert sorted(version - base for base in followed.go(version)) == spans(version, 4)
+        assert sorted(version - base for base in followed.go(version)) == skip_spans(version, 4)
     change = compare(whole(SCHEMA.tensors[0]), *(bag.region(whole(SCHEMA.tensors[0])) for bag in followed.bags[:2]))
-    assert isinstance(Undo.of(change, ArrayFile()).old, np.memmap)
+    assert isinstance(Reversal.of(change, ArrayFile()).old, np.memmap)
 
 
 def test_all_arrays_of_a_piece_are_in_one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_all_arrays_of_a_piece_are_in_one_open_file(monkeypatch: pytest.MonkeyPa
 def test_it_begins_anywhere_and_makes_what_it_has_seen_the_start_of() -> None:
     followed = Followed(40, 0.05, start=18)
     for version in range(19, 41):
-        expected = [span for span in spans(version, 4) if version - span >= 18]
+        expected = [span for span in skip_spans(version, 4) if version - span >= 18]
         found = sorted(version - base for base in followed.go(version))
         assert set(found) <= set(expected)
         # all short ones that start at a multiple of 4 from 20 on
@@ -123,7 +123,7 @@ def test_after_a_restart_it_goes_in_long_pieces_and_continues_as_if_it_had_seen_
     while (version := followed.skips.next(90)) <= 90 and followed.skips.version != 90:
         followed.go(version)
     for version in range(91, 101):
-        assert sorted(version - base for base in followed.go(version)) == spans(version, 4)
+        assert sorted(version - base for base in followed.go(version)) == skip_spans(version, 4)
 
 
 def test_a_version_that_does_not_follow_starts_anew() -> None:

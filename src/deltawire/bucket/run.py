@@ -49,7 +49,7 @@ from ..core.manifest import (
     parse_manifest,
     parse_pruned,
     parse_run,
-    spans,
+    ranges_of,
 )
 from ..core.parallel import REQUESTS, ordered_map
 from ..core.schema import Schema
@@ -599,7 +599,7 @@ def blobs(manifest: Manifest) -> Iterator[Blob | File]:
 
 def ranges(versions: Iterable[int]) -> str:
     """Numbers as text for people: 1–3, 7."""
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans(versions))
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in ranges_of(versions))
 
 
 class _Past:

@@ -38,7 +38,7 @@ from ..core.errors import (
     ReferenceUnavailable,
     VersionNotFound,
 )
-from ..core.manifest import Link, Manifest, Pruned, Summary, spans
+from ..core.manifest import Link, Manifest, Pruned, Summary, ranges_of
 from ..core.parallel import ordered_map, threads_for
 from ..core.state import State
 from .references import Reference, Resolve, resolver
@@ -149,7 +149,7 @@ def verify(
             end = " on" if last is None else f" up to {last}"
             raise VersionNotFound(f"{run.store.url} has no version{start}{end}; {existing(run)}")
         _Replay(records, chosen, quick, resolver(reference), result).check(progress)
-    except _Found as found:
+    except _Contradiction as found:
         result.failure, version = found.problem, found.problem.version
         if version is not None and version not in records.pruned and version in run.pruned():
             result.failure = replace(found.problem, advice="it was pruned while verify ran: run verify again")
@@ -158,7 +158,7 @@ def verify(
     return result
 
 
-class _Found(Exception):
+class _Contradiction(Exception):
     """Ends the check with a problem."""
 
     def __init__(self, problem: Problem) -> None:
@@ -173,11 +173,11 @@ def _blame(version: int | None, key: str, advice: Callable[[], str] = lambda: _R
     except ReferenceUnavailable:
         raise  # not here, but perhaps elsewhere: says nothing about the run
     except DAMAGE as error:
-        raise _Found(Problem(version, key, type(error).__name__, str(error), advice())) from error
+        raise _Contradiction(Problem(version, key, type(error).__name__, str(error), advice())) from error
 
 
 def _fail(version: int, key: str, message: str, advice: str = _RESTORE) -> NoReturn:
-    raise _Found(Problem(version, key, ManifestError.__name__, message, advice))
+    raise _Contradiction(Problem(version, key, ManifestError.__name__, message, advice))
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +200,7 @@ class _Records:
         """Versions by what was signed and who signed it."""
 
     def check(self) -> None:
-        """Raise _Found at the first contradiction."""
+        """Raise _Contradiction at the first contradiction."""
         with _blame(None, keys.PRUNED):
             self.pruned = self.run.pruned()
         listed = self.run.listed()
@@ -241,7 +241,7 @@ class _Records:
         for version, manifest in self.manifests.items():
             self._signed["manifests", manifest.signer].add(version)
         found = [
-            Signer(key, what, spans(versions)) for (what, key), versions in self._signed.items() if key and versions
+            Signer(key, what, ranges_of(versions)) for (what, key), versions in self._signed.items() if key and versions
         ]
         return sorted(found, key=lambda signer: (signer.signed != "manifests", signer.versions))
 
@@ -508,7 +508,7 @@ class _Replay:
             message = (
                 f"it leads to other weights of version {version} than another link, which were made to have its digest"
             )
-            raise _Found(Problem(version, bad.key, ForeignObject.__name__, message, _FORGED))
+            raise _Contradiction(Problem(version, bad.key, ForeignObject.__name__, message, _FORGED))
 
     def _compare(self, visit: _Visit, weights: full.Source) -> None:
         """Require an anchor to have, bit for bit, the weights of the version that the state has come to."""
@@ -527,7 +527,7 @@ class _Replay:
                     f"an anchor of version {visit.manifest.version} has other weights than the deltas lead to, which "
                     f"were made to have its digest: {part.tensor.name} differs in {count:,} of {part.units:,}"
                 )
-                raise _Found(Problem(visit.manifest.version, bad.key, ForeignObject.__name__, message, _FORGED))
+                raise _Contradiction(Problem(visit.manifest.version, bad.key, ForeignObject.__name__, message, _FORGED))
 
     def _stand_at(self, version: int) -> bool:
         """Bring the state to a version, where neither the walk nor an anchor led there. False if no way does."""

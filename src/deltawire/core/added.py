@@ -5,7 +5,7 @@ which are not rewritten either, and in one small index (`added.json`), which is:
 newest links itself. Each page covers at least twice the versions of the next one, or they are merged, so there are
 O(log n) of them. The index is a hint, like head: where it is lost, the pages are listed.
 
-Skip deltas are made in a pattern of base 4 (`spans`), so that a path between any two versions is short: up through
+Skip deltas are made in a pattern of base 4 (`skip_spans`), so that a path between any two versions is short: up through
 multiples of 4, 16, 64 …, and down again.
 
     from 13 to 87:   13 → 16 → 64 → 80 → 84 → 87
@@ -134,7 +134,7 @@ def merge(versions: Mapping[int, Summary], links: Iterable[AddedLink]) -> dict[i
     return found
 
 
-def spans(version: int, levels: int = LEVELS) -> list[int]:
+def skip_spans(version: int, levels: int = LEVELS) -> list[int]:
     """Spans of the skip deltas that lead to a version, shortest first.
 
     Each level has a unit u = 4^level. A multiple of u gets a delta from the multiple of u before it and one from the

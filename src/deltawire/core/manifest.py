@@ -279,10 +279,10 @@ class Pruned(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, run: str, versions: Iterable[int]) -> Pruned:
-        return cls(run, spans(versions))
+        return cls(run, ranges_of(versions))
 
     def also(self, versions: Iterable[int]) -> Pruned:
-        return self.also_ranges(spans(versions))
+        return self.also_ranges(ranges_of(versions))
 
     def also_ranges(self, ranges: Iterable[tuple[int, int]]) -> Pruned:
         found: list[tuple[int, int]] = []
@@ -295,7 +295,7 @@ class Pruned(msgspec.Struct, frozen=True):
 
     def without(self, versions: Iterable[int]) -> Pruned:
         found = [*self.versions]
-        for first, last in spans(versions):
+        for first, last in ranges_of(versions):
             parts = (part for a, b in found for part in ((a, min(b, first - 1)), (max(a, last + 1), b)))
             found = [(a, b) for a, b in parts if a <= b]
         return Pruned(self.run, tuple(found))
@@ -547,7 +547,7 @@ def _check_spans(found: tuple[tuple[int, int], ...]) -> None:
         end = last
 
 
-def spans(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+def ranges_of(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Numbers as ascending ranges (first, last), both included."""
     found: list[tuple[int, int]] = []
     for version in sorted(set(versions)):

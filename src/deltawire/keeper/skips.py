@@ -1,8 +1,8 @@
 """Make skip deltas from the present weights and the changes that led to them.
 
 An earlier version is the present one with the changes since then undone, a region at a time. The changes are kept as
-pieces over 1, 4, 16 … versions, at most four of each (`spans` in core/added.py needs no more): four become one of the
-next length. So one copy of the weights is in memory; pieces that are not small are on disk.
+pieces over 1, 4, 16 … versions, at most four of each (`skip_spans` in core/added.py needs no more): four become one of
+the next length. So one copy of the weights is in memory; pieces that are not small are on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.added import LEVELS, spans
+from ..core.added import LEVELS, skip_spans
 from ..core.change import Block, Change, Region, blocks, compare, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
@@ -67,7 +67,7 @@ class ArrayFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Undo:
+class Reversal:
     """The bits that a region had before."""
 
     region: Region
@@ -75,7 +75,7 @@ class Undo:
     old_of: Callable[[], Bits]
 
     @classmethod
-    def of(cls, change: Change, file: ArrayFile, old: Bits | None = None) -> Undo:
+    def of(cls, change: Change, file: ArrayFile, old: Bits | None = None) -> Reversal:
         """`old` are the bits of the whole region before: kept instead where most of it changed."""
         if old is not None and change.positions.nbytes + change.old.nbytes > old.nbytes:
             return cls(change.region, None, file.add(old))
@@ -113,7 +113,7 @@ class Undo:
         bits[rows[inside] * region.columns + columns[inside]] = old[inside]
 
 
-Piece = dict[str, list[Undo]]
+Piece = dict[str, list[Reversal]]
 """How to undo what some versions changed: by tensor, the oldest change first."""
 
 
@@ -160,8 +160,8 @@ class Skips:
             self.start(version)
             return
         self.version = version
-        due, file = spans(version, self.levels), ArrayFile()
-        piece = _piece(Undo.of(change, file) for change in changes if change.count)
+        due, file = skip_spans(version, self.levels), ArrayFile()
+        piece = _piece(Reversal.of(change, file) for change in changes if change.count)
         while True:
             pieces = self._pieces[level]
             pieces.append(piece)
@@ -190,9 +190,9 @@ class Skips:
     def _merge(self, pieces: Sequence[Piece]) -> Piece:
         file = ArrayFile()
 
-        def one(region: Region) -> Undo:
+        def one(region: Region) -> Reversal:
             old, present = self._before(pieces, region)
-            return Undo.of(compare(region, old, present), file, old)
+            return Reversal.of(compare(region, old, present), file, old)
 
         regions = [region for block in self._plan for region in block]
         return _piece(ordered_map(one, regions, self._threads))
@@ -208,7 +208,7 @@ class Skips:
         return lambda encoding: ordered_map(lambda block: one(block, encoding), self._plan, self._threads)
 
 
-def _piece(undos: Iterable[Undo]) -> Piece:
+def _piece(undos: Iterable[Reversal]) -> Piece:
     found: Piece = {}
     for undo in undos:
         if undo.old.size:

@@ -50,7 +50,7 @@ class DeviceBlock:
         spaces = -sizes % _APART
         ends = np.cumsum(sizes + spaces)
         self._starts = ends - spaces - sizes
-        self._beside = counting
+        self._counting = counting
         self._placed: tuple[list[Change], Tensor] = [], torch.empty(0)
         with copying():
             parts = [read(region) for region in regions]
@@ -66,19 +66,19 @@ class DeviceBlock:
     def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
         from . import exponents
 
-        with self._beside():
+        with self._counting():
             places = zip(self._starts.tolist(), self._shapes, every, strict=True)
             samples = [(start, *shape, step) for start, shape, step in places]
             return exponents(self._units, samples, shift, mask).cpu().numpy().astype(np.int64)
 
     def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
-        with self._beside():
+        with self._counting():
             found = self._likelihood(self._matrix(number), rule) + self._sent(plus.astype(np.int16))[None, :]
             return _count(found.clamp(max=kinds - 1), 1, kinds)
 
     def by_column(self, number: int, rule: Table, plus: Counts, kinds: int) -> npt.NDArray[np.float32]:
         every = max(1, min(8, len(plus) // 512))
-        with self._beside():
+        with self._counting():
             there = self._sent(plus.astype(np.int16))[::every, None]
             found = self._likelihood(self._matrix(number)[::every], rule) + there
             return every * _count(torch.where(there < 0, kinds, found.clamp(max=kinds - 1)), 0, kinds)
@@ -88,11 +88,11 @@ class DeviceBlock:
 
         changes, plan = [region.change for region in regions], self._plan([region.grid for region in regions])
         levels = [(region.row_levels, region.column_levels) for region in regions]
-        with self._beside():
+        with self._counting():
             # comparing is how positions get into the order of the tiles
             new = self._units.clone()
         self._put(new, changes, join([change.new for change in changes]))
-        with self._beside():
+        with self._counting():
             changed = detect([self._units], [new], plan=plan)
             if changed.count != sum(change.count for change in changes):
                 raise RuntimeError("these are not the weights that the change was taken from")
@@ -123,7 +123,7 @@ class DeviceBlock:
 
     def _put(self, units: Tensor, changes: Sequence[Change], values: Bits) -> None:
         signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
-        with self._beside():
+        with self._counting():
             units[self._places(changes)] = self._sent(signed)
 
     def _places(self, changes: Sequence[Change]) -> Tensor:

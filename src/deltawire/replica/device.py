@@ -111,7 +111,7 @@ class DeviceShard:
         """
         if self._stream is None:
             return
-        with self._beside():
+        with self._on_own_stream():
             starts = torch.ones(self._plan.tiles + 1, dtype=torch.int64, device=self._device)
             starts[0] = 0
             kinds = torch.zeros(self._plan.tiles, dtype=torch.int32, device=self._device)
@@ -130,7 +130,7 @@ class DeviceShard:
     def read(self, piece: int, part: Part = WHOLE) -> Bits:
         """A copy in host memory: for deltas whose tiles are cut by the edges of pieces, and for tests."""
         view = self._views[piece]
-        with self._beside():
+        with self._on_own_stream():
             signed = units(view).reshape(view.shape)[part].contiguous().cpu().numpy()
         return signed.view(f"u{signed.itemsize}")
 
@@ -139,7 +139,7 @@ class DeviceShard:
         for item in changes:
             by_piece.setdefault(item.piece, []).append(item.change)
         whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self._plain)]
-        with self._beside():
+        with self._on_own_stream():
             return self._patch((self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units])))
 
     def receive(
@@ -153,7 +153,7 @@ class DeviceShard:
 
         `parts` has the kinds and counts of `moves`; `ranks` are of the tiles that were counted by a sheet, if any were.
         """
-        with self._beside():
+        with self._on_own_stream():
             ready = []
             for kind, count in parts:
                 if count:
@@ -177,24 +177,24 @@ class DeviceShard:
             for start in range(0, piece.region.units, _BAND):
                 end = min(start + _BAND, piece.region.units)
                 new = _flat(source, piece.region, start, end)
-                with self._beside():
+                with self._on_own_stream():
                     old = units(piece.view)[start:end]
                     change = kernels.detect([old], [units(self._send(new))], most=room)
                 room -= change.count
                 found.append(change)
-        with self._beside():
+        with self._on_own_stream():
             return self._patch((self._plan, _in_turn(found, self._plan)))
 
     def count(self, sheet: Mapping[str, Array]) -> Array:
         """Count the classes of old weights in the tiles of a sheet."""
-        with self._beside():
+        with self._on_own_stream():
             plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
             return self._fetch(kernels.class_counts(self._views, plan, rules))
 
     def moved(self, patch: Patch, groups: Sequence[int]) -> Sums:
         """How the digest of each group moves when a patch is written."""
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        with self._beside():
+        with self._on_own_stream():
             total = torch.zeros((len(numbers), 2), dtype=torch.int64, device=self._device)
             for plan, changed in patch.parts:
                 origins = plan.remember(("origins", tuple(groups)), lambda p=plan: self._origins(p, groups, numbers))  # type: ignore[misc]
@@ -242,7 +242,7 @@ class DeviceShard:
         return out
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_own_stream(self) -> Iterator[None]:
         """Work on a stream of its own, with breaks in which the device is the model's, and wait for that alone."""
         if self._stream is None:
             self._pull()
@@ -311,7 +311,7 @@ class DeviceShard:
         return self._proof[1].digests()
 
     def digests_beside(self, groups: Sequence[int]) -> Sums:
-        with self._beside():
+        with self._on_own_stream():
             return self.digests(groups)
 
 

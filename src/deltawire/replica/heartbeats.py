@@ -12,7 +12,7 @@ import msgspec
 from ..bucket.addresses import checked_address
 from ..core import keys
 from ..core.errors import PermissionDenied, StoreError
-from ..core.manifest import Heartbeat, SyncRecord, dump, now, spans
+from ..core.manifest import Heartbeat, SyncRecord, dump, now, ranges_of
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -55,7 +55,7 @@ class Heartbeats:
 
     def announce(self, versions: Iterable[int]) -> None:
         """Tell at once which versions are about to be read, until `done`."""
-        self._reading = spans(versions)
+        self._reading = ranges_of(versions)
         self.beat(force=True)
 
     def done(self) -> None:

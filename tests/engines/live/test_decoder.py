@@ -59,7 +59,7 @@ def test_ranks_receive_what_a_delta_changes(
         if read["tiles"][number]:
             sizes = shard.count(arrays.open_arrays(Path(f"{out}.{number}.tiles")))
             arrays.write(Path(f"{out}.{number}.sizes"), {"sizes": sizes})
-    assert process.call(messages.Ranks(out)) == {}
+    assert process.call(messages.DecodeRanks(out)) == {}
     for number, (shard, groups) in enumerate(zip(ranks.shards, ranks.layout.groups, strict=True)):
         counted = read["tiles"][number]
         present = shard.digests(groups)

@@ -20,7 +20,7 @@ from deltawire.core.full import write_checkpoint
 from deltawire.core.schema import Schema
 from deltawire.engines.live import rank as rank_module
 from deltawire.engines.live.decoder import Decoder
-from deltawire.engines.live.messages import DigestFolder, Open, Ranks, Take, ToNode
+from deltawire.engines.live.messages import DecodeRanks, DigestFolder, Open, Take, ToNode
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
 from deltawire.engines.live.target import OF_NO_VERSION
 from deltawire.replica.device import DeviceShard
@@ -137,16 +137,16 @@ def test_a_decoder_that_is_lost_is_started_again(tmp_path: Path) -> None:
         assert node._decoder is not None
         node._decoder._process.kill()
         node._decoder._process.wait()
-        assert node._decoding(lambda decoder: decoder.call(Ranks(""), 60)) == {}
+        assert node._decoding(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
 
         def fatal(decoder: Decoder) -> None:
             decoder._process.kill()
             decoder._process.wait()
-            decoder.call(Ranks(""), 60)
+            decoder.call(DecodeRanks(""), 60)
 
         with pytest.raises(WorkerError, match="decodes deltas was lost twice"):
             node._decoding(fatal)
-        assert node._decoding(lambda decoder: decoder.call(Ranks(""), 60)) == {}
+        assert node._decoding(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
     finally:
         node._end_decoder()
 

@@ -13,7 +13,7 @@ from fused import Fused  # noqa: E402
 
 from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
-from deltawire.engines.live.decode import ShardDecoder, Wanted  # noqa: E402
+from deltawire.engines.live.decode_pieces import ShardDecoder, Wanted  # noqa: E402
 from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
 from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
 from deltawire.replica.shard import Piece, Shard  # noqa: E402

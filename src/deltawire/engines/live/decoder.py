@@ -4,8 +4,8 @@ It has no weights and no torch. A delta's `packed`, `raw` and `planes` blocks be
 `context` it needs to know how many old weights of each class a tile has: ranks count them on their device and get
 ranks within classes back.
 
-    Read     files → per rank: moves, and sheets that say which tiles to count
-    Ranks    counts of those tiles → ranks and steps
+    Read           files → per rank: moves, and sheets that say which tiles to count
+    DecodeRanks    counts of those tiles → ranks and steps
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...core.sparse import open_delta
 from ...replica.moves import CutTiles, DevicePieces, NumberedMoves
 from . import arrays
 from .channel import Answer, Caller, listen
-from .messages import Open, Ranks, Read, ToDecoder
+from .messages import DecodeRanks, Open, Read, ToDecoder
 
 END_S = 10.0
 """Seconds that the process may take to end by itself."""
@@ -127,7 +127,7 @@ class _Process:
         return [rank.cut(block) for rank in self._ranks]
 
     @_do.register
-    def _decode_ranks(self, message: Ranks) -> Answer:
+    def _decode_ranks(self, message: DecodeRanks) -> Answer:
         out = message.out
         for number, tiles in enumerate(self._tiles):
             if tiles:

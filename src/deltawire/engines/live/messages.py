@@ -14,7 +14,7 @@ from .swap import Apply, Undo
 # ── to a rank, by the engine, between two steps; also Apply and Undo ─────────────────────────────────────────────────
 
 
-class Layout(Message):
+class Locate(Message):
     """Trace the loader, and say where the weights are."""
 
     schema: Schema
@@ -35,7 +35,7 @@ class Listen(Message):
     reach."""
 
 
-class Group(Message):
+class SetGroups(Message):
     """Add up digests by these groups of pieces."""
 
     groups: list[list[int]]
@@ -103,7 +103,7 @@ class Forget(Message):
 
 
 ToRank = (
-    Layout | Listen | Group | Apply | Undo | StageDelta | StageFull | StageReload | Count | Receive | Lend | Digest
+    Locate | Listen | SetGroups | Apply | Undo | StageDelta | StageFull | StageReload | Count | Receive | Lend | Digest
     | Forget
 )  # fmt: skip
 
@@ -136,13 +136,13 @@ class Read(Message):
     """How the names of the files begin that are written."""
 
 
-class Ranks(Message):
+class DecodeRanks(Message):
     """Entropy-decode the tiles that ranks have counted."""
 
     out: str
 
 
-ToDecoder = Open | Read | Ranks
+ToDecoder = Open | Read | DecodeRanks
 
 
 # ── to a node; also Open, for its decoder, and Digest and Forget, for its ranks ──────────────────────────────────────

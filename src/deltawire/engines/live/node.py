@@ -41,6 +41,7 @@ from .decoder import Decoder
 from .messages import (
     Connect,
     Count,
+    DecodeRanks,
     Digest,
     DigestFolder,
     Fetch,
@@ -48,7 +49,6 @@ from .messages import (
     Give,
     Lend,
     Open,
-    Ranks,
     Read,
     Receive,
     Reload,
@@ -150,9 +150,9 @@ class Node:
 
     @call.register
     def _digest(self, message: Digest) -> list[Answer]:
-        return self._beside(message)
+        return self._ask_ranks(message)
 
-    def _beside(self, message: ToRank) -> list[Answer]:
+    def _ask_ranks(self, message: ToRank) -> list[Answer]:
         """Call every rank through its socket, beside generation and without the engine."""
         try:
             answers = call_all(self._ranks, message, STAGE_LIMIT_S)
@@ -173,7 +173,7 @@ class Node:
             return self._stage_delta(update.content, folder)
         full.write_checkpoint(folder, update.content)
         if not reloads:
-            return self._beside(StageFull(str(folder)))
+            return self._ask_ranks(StageFull(str(folder)))
         update.require(full.digest_of(update.content))
         return [{} for _ in self._ranks]
 
@@ -216,22 +216,22 @@ class Node:
         if read.get("cut"):
             return None
         if any(read["tiles"]):
-            self._beside(Count(out))
-            decoder.call(Ranks(out), STAGE_LIMIT_S)
-        return self._beside(Receive(out, read["parts"], read["tiles"]))
+            self._ask_ranks(Count(out))
+            decoder.call(DecodeRanks(out), STAGE_LIMIT_S)
+        return self._ask_ranks(Receive(out, read["parts"], read["tiles"]))
 
     def _decoded(self, lent: list[str]) -> list[Answer]:
         """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
         assert self._delta is not None
         delta = msgspec.structs.replace(self._delta, lent=lent)
-        answers = self._beside(delta)
+        answers = self._ask_ranks(delta)
         if any("wanted" in answer for answer in answers):
             more = self._lent(wanted(answers), delta.paths[0])
-            answers = self._beside(msgspec.structs.replace(delta, lent=[*lent, *more]))
+            answers = self._ask_ranks(msgspec.structs.replace(delta, lent=[*lent, *more]))
         return answers
 
     def _lent(self, regions: list[Region], path: str) -> list[str]:
-        return [answer["lent"] for answer in self._beside(Lend(regions, path))]
+        return [answer["lent"] for answer in self._ask_ranks(Lend(regions, path))]
 
     @call.register
     def _give(self, message: Give) -> list[Any]:
@@ -255,12 +255,12 @@ class Node:
         folder = source_folder(source) if source else self._staging and Path(self._staging.name)
         if not folder:
             raise WorkerError(f"the checkpoint {source!r} is not on the node of rank {self.numbers[0]}")
-        return self._beside(StageReload(str(folder), message.unchanged, message.prove))
+        return self._ask_ranks(StageReload(str(folder), message.unchanged, message.prove))
 
     @call.register
     def _forget(self, message: Forget) -> list[Answer]:
         try:
-            return self._beside(message)
+            return self._ask_ranks(message)
         finally:
             self._clean()
 

@@ -1,7 +1,7 @@
 """What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
 elsewhere (target.py).
 
-    by the engine, between two steps     Layout → Listen → Group, once; Apply, or Undo
+    by the engine, between two steps     Locate → Listen → SetGroups, once; Apply, or Undo
     by a socket, beside the model        StageDelta (on a device: Count, Receive), StageFull or StageReload; Forget;
                                          Lend, Digest
 """
@@ -38,7 +38,7 @@ from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
 from . import arrays
 from .channel import Answer, listen
-from .decode import ShardDecoder, Wanted, compile_decoders
+from .decode_pieces import ShardDecoder, Wanted, compile_decoders
 from .guard import computed_with
 from .layout import sums_to_send
 from .learn import Layer, Learned
@@ -46,11 +46,11 @@ from .messages import (
     Count,
     Digest,
     Forget,
-    Group,
-    Layout,
     Lend,
     Listen,
+    Locate,
     Receive,
+    SetGroups,
     StageDelta,
     StageFull,
     StageReload,
@@ -143,7 +143,7 @@ class Rank:
     # ── by the engine ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @_do.register
-    def _layout(self, message: Layout) -> Answer:
+    def _layout(self, message: Locate) -> Answer:
         self.on_layout()
         self._number = self._counted - message.first
         self._schema = message.schema
@@ -187,7 +187,7 @@ class Rank:
             if self._listener is not None:
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._socket = path
-            self._listener = listen(str(path), ToRank, partial(self._beside, path), prepare=_use_other_cores)
+            self._listener = listen(str(path), ToRank, partial(self._answer, path), prepare=_use_other_cores)
         if not secret or self._host is None or self._place:
             return {"socket": str(path)}
         if self._process is not None:
@@ -203,7 +203,7 @@ class Rank:
             torch.get_device_module(device).empty_cache()
 
     @_do.register
-    def _group(self, message: Group) -> Answer:
+    def _group(self, message: SetGroups) -> Answer:
         self._groups = tuple(message.groups[self._number])
         self._warm_up()
         return {}
@@ -233,7 +233,7 @@ class Rank:
 
     # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _beside(self, path: Path, message: ToRank) -> Answer:
+    def _answer(self, path: Path, message: ToRank) -> Answer:
         """One call at a time, and none by a socket that another one has replaced: its caller was given up."""
         with self._one:
             if path != self._socket:

@@ -109,7 +109,7 @@ class EngineTarget:
             return False
         run.check_kind(is_adapter=False)
         self._schema = Schema.build(())
-        answers = self._all(messages.Layout(schema, self.engine.first_rank))
+        answers = self._all(messages.Locate(schema, self.engine.first_rank))
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
@@ -118,7 +118,7 @@ class EngineTarget:
         self._audits = not all(answer["device"] for answer in answers)
         self._find_nodes(schema, ranks, answers)
         if not self.refused:
-            self._all(messages.Group([list(groups) for groups in self._layout.groups]))
+            self._all(messages.SetGroups([list(groups) for groups in self._layout.groups]))
         self._check_layout(schema)
         self._schema = schema
         if self.refused:

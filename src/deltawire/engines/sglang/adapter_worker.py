@@ -23,17 +23,17 @@ class _SGLangLoading(LoadingAdapter):
         super().__init__(manager.device)
         # ranks refuse a name that they have, also of a version that waits to be dropped
         self._reference = LoRARef(lora_id=id, lora_name=f"{name}#{id}", lora_path=folder, pinned=False)
-        self._beside = copy.copy(manager)
-        self._beside.configs, self._beside.loras, self._beside.lora_refs = {}, {}, dict(manager.lora_refs)
+        self._loader = copy.copy(manager)
+        self._loader.configs, self._loader.loras, self._loader.lora_refs = {}, {}, dict(manager.lora_refs)
 
     def read(self) -> None:
         # not load_lora_adapter: that empties the cache of the device's memory to log what is free
-        _require(self._beside._load_lora_adapter(self._reference))
+        _require(self._loader._load_lora_adapter(self._reference))
 
     def put(self) -> bool:
         for kind in ("configs", "loras", "lora_refs"):
             id = self._reference.lora_id
-            getattr(self._manager, kind)[id] = getattr(self._beside, kind).pop(id)
+            getattr(self._manager, kind)[id] = getattr(self._loader, kind).pop(id)
         return True
 
     def unload(self) -> None:

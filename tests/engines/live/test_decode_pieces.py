@@ -12,7 +12,7 @@ from deltawire.core.change import whole
 from deltawire.core.codecs import ENCODINGS, context
 from deltawire.core.full import FullFile, anchor
 from deltawire.core.sparse import DeltaFile
-from deltawire.engines.live.decode import Wanted, compile_decoders
+from deltawire.engines.live.decode_pieces import Wanted, compile_decoders
 from deltawire.engines.live.placement import open_shard
 from deltawire.replica import shard as shards
 from deltawire.replica.device import DeviceShard
