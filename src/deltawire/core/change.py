@@ -388,6 +388,14 @@ def _compose(pa: Any, oa: Any, na: Any, pb: Any, nb: Any, ob: Any, positions: An
     return n
 
 
+def undo_within(region: Region, bits: Bits, change: Change) -> None:
+    """Put the old bits of a change back where it falls into a region, both in one piece."""
+    if change.count and change.region.tensor == region.tensor:
+        at = change.positions.astype(np.int64) + (change.region.base - region.base)
+        here = slice(*np.searchsorted(at, (0, region.units)).tolist())
+        bits[at[here]] = change.old[here]
+
+
 def compose(first: Change, second: Change) -> Change:
     """One change with the effect of both, `first` before `second`, over the same region."""
     size = first.count + second.count + 1

@@ -133,7 +133,8 @@ class Captures:
         The source may change again as soon as this returns. Raises TooLarge if it would hold more bytes than `budget`,
         and SnapshotLost if an earlier call was interrupted.
         """
-        self._require_known()
+        with self._lock:
+            self._require_known()
         take = self.detector.detect(source, budget)
         with self._lock:
             self.lost = True
@@ -147,6 +148,12 @@ class Captures:
         """Let nothing be read of these captures any more."""
         with self._lock:
             self.lost = True
+
+    @property
+    def known(self) -> bool:
+        """Whether the detector's weights and the captures belong together."""
+        with self._lock:
+            return not self.lost
 
     def _require_known(self) -> None:
         if self.lost:

@@ -30,6 +30,7 @@ from ..core.errors import (
     WriterConflict,
 )
 from ..models import is_module, is_torch
+from .pairs import is_pairs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,7 +138,8 @@ class Ranks(Group):
     def _all_answer(self) -> Iterator[None]:
         if self._group is None:
             raise RankLost(
-                f"this rank was interrupted while ranks opened the run together, so no version is possible. {RESTART}"
+                "this rank was interrupted while ranks opened the run or took weights together, so no version is "
+                f"possible. {RESTART}"
             )
         self._exchanged = True
         try:
@@ -280,4 +282,4 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
     dist = sys.modules["torch"].distributed
     found: ProcessGroup = dist.group.WORLD if isinstance(group, str) else group
     shared = dist.get_world_size(found) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
-    return found if tensors and shared else None
+    return found if (tensors or is_pairs(model)) and shared else None

@@ -23,6 +23,7 @@ from ..core.full import Source
 from ..core.parallel import Later, for_each, ordered_map, threads_for
 from ..core.state import State
 from ..models import ModelView
+from .pairs import OneByOne
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
@@ -174,15 +175,26 @@ class HostDetector(Detector):
 
     def load(self, source: Source) -> StateDigest:
         # a new one: threads of a publish that was interrupted may still write to the one before
-        self.state = State(self.state.schema)
-        self.state.load(source)
-        return self.state.digest
+        state = State(self.state.schema)
+        if isinstance(source, OneByOne) and source.tensors:
+            # they were copied as they came: a second copy may not fit
+            state.tensors = source.tensors
+            state.digest = full.digest_of(state)
+        else:
+            state.load(source)
+        self.state = state
+        return state.digest
 
     def _differences(self, source: Source) -> Iterable[tuple[list[Change], StateDigest]]:
         """What differs in each block of the plan, and how the digest moves."""
 
+        def difference(region: Region) -> Change:
+            if isinstance(source, OneByOne):
+                return source.difference(region, self.state)
+            return compare(region, self.state.region(region), source.region(region))
+
         def one(block: Block) -> tuple[list[Change], StateDigest]:
-            changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
+            changes = list(map(difference, block))
             # here and not in Found.of: the changes are still in the cache
             return changes, digest_shift(changes)
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Block, Change, Region, blocks, no_change
+from ..core.change import Block, Change, Region, blocks, no_change, undo_within
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import PublishFailed, SchemaMismatch
@@ -256,14 +255,6 @@ def snapshot_parts(
             held = {n: torch.empty(view.tensors[n].shape, dtype=wire[n], device=device) for n in members}
             parts.append(DeviceCopy(held, regions_of(plan, members)))
     return parts
-
-
-def undo_within(region: Region, bits: Bits, change: Change) -> None:
-    """Put the old bits of a change back where it falls into a region, both in one piece."""
-    if change.count and change.region.tensor == region.tensor:
-        at = change.positions.astype(np.int64) + (change.region.base - region.base)
-        here = slice(*np.searchsorted(at, (0, region.units)).tolist())
-        bits[at[here]] = change.old[here]
 
 
 def regions_of(plan: Sequence[Block], names: Sequence[str]) -> list[Region]:

@@ -19,7 +19,8 @@ from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
 from .collective import Group, Ranks
-from .detectors import Detector, default_detector
+from .detectors import Detector, HostDetector, default_detector
+from .pairs import OneByOne
 
 
 class LocalModel:
@@ -73,6 +74,15 @@ class LocalModel:
             )
         return source
 
+    def one_by_one(self, schema: Schema | None, held: Detector | None, *, keeps: bool) -> OneByOne:
+        """What takes weights that come one by one. `schema` is that of the run, and `held` has the weights captured
+        last, where there are any."""
+        if self.view is not None:
+            # both are those of the view
+            return OneByOne(self._wire_dtype, keeps=keeps)
+        base = held.state if isinstance(held, HostDetector) else None
+        return OneByOne(self._wire_dtype, schema, base, keeps=keeps)
+
     def base_digests(self, model: Any, name: str, group: Group) -> tuple[str, ...]:
         """State digests of the base model of an adapter, which is called `name`: as it is in memory and, if that is
         wider, in the dtypes of 16 bits that it may have been loaded from.
@@ -106,6 +116,11 @@ class LocalModel:
             detector = default_detector(source)
             detector.bind(source)
             return detector
+        if isinstance(source, OneByOne) and not isinstance(given, HostDetector):
+            raise SchemaMismatch(
+                f"{type(given).__name__} compares a live model; weights that come one by one are compared with a copy "
+                "in host memory: leave out detector="
+            )
         if not self._bound:
             given.bind(source)
             self._bound = True

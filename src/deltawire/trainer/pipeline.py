@@ -48,6 +48,7 @@ from .commit import Committer, Signing
 from .companions import Companions
 from .detectors import Detector, SnapshotLost, TooLarge
 from .local import LocalModel
+from .pairs import NOTHING, OneByOne, Pairs, is_pairs
 from .pending import PendingVersion, Progress, Published
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild
@@ -89,9 +90,11 @@ class Pipeline:
         *,
         warn: bool,
         group: ProcessGroup | None = None,
+        one_by_one: bool = False,
     ) -> None:
         """`group` is the process group that publishes together; None for this process alone. `warn`: say so where the
-        first weights are not the run's newest version."""
+        first weights are not the run's newest version. `one_by_one`: what a group publishes are pairs that all of its
+        ranks get, and that rank 0 writes."""
         self._store, self._rebuild, self._files = store, rebuild, files
         self._claim, self._signing, self._on_version = claim, signing, on_version
         self._chooser, self._policy = chooser, policy
@@ -103,7 +106,9 @@ class Pipeline:
         if group is None:
             self._local, self._group, self._writing_group = local, Group(), Group()
         else:
-            self._local, self._group, self._writing_group = local.sharded(), Ranks(group), Ranks(group)
+            self._group, self._writing_group = Ranks(group), Ranks(group)
+            self._local = local if one_by_one else local.sharded()
+        self._one_by_one = one_by_one
         self._lockstep = Lockstep(self._writing_group)
         self._publishes = 0
         leave = (lambda: self._lockstep.leave(self._publishes)) if self.together else None
@@ -127,14 +132,14 @@ class Pipeline:
         """Of rank 0: the newest committed version."""
         return self._committer.newest if self._committer else None
 
-    def publish(self, model: Model, pending: PendingVersion[Any], wait: bool) -> None:
+    def publish(self, model: Model | Pairs, pending: PendingVersion[Any], wait: bool) -> None:
         """Capture what changed and submit it to the background, or publish it here where it must be streamed."""
         # first: a publish that is interrupted counts on the other ranks
         self._publishes += 1
         began = time.perf_counter()
         self.background.check()
         pending.last_publish = self._publishes
-        source = self._open(model, pending.progress, step=pending.step)
+        source = self._open(self._taken(model, pending.step), pending.progress, step=pending.step)
         try:
             if not self._must_stream(source, wait) and self._capture(source, pending, began):
                 return
@@ -146,10 +151,10 @@ class Pipeline:
                 return
         self._stream(source, pending, began)
 
-    def resume(self, model: Model) -> int:
+    def resume(self, model: Model | Pairs) -> int:
         """Take these weights for the run's newest version. Raises DivergedRun if they are not."""
         self._drop()
-        self._open(model, must_match=True)
+        self._open(self._taken(model, None), must_match=True)
         if self.version is None:
             raise DivergedRun(f"{self._store.url} has no version to resume from")
         return self.version
@@ -171,6 +176,41 @@ class Pipeline:
                     self._claim.release()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
+
+    def _taken(self, model: Model | Pairs, step: int | None) -> Model:
+        """Weights that come one by one as a source, once all are there; other models as they are.
+
+        Ranks agree on names, dtypes and shapes before anything counts as captured. Bits are not compared: those of rank
+        0 are published. A rank to which nothing comes only takes part in what the iterator does.
+        """
+        if self.together and is_pairs(model) != self._one_by_one:
+            raise SchemaMismatch(
+                "where several ranks publish together, one publisher takes either a model or weights that come one by "
+                "one: make a second one for the other kind, at another address"
+            )
+        if not is_pairs(model):
+            return model
+        group = self._group
+        with group.all_or_none():
+            self._require_same_publish(step)
+            group.on_rank_0(self.open_run)
+            schema = self._committer.run.schema if self._committer else None
+            captures = self._session.captures if self._session else None
+            held = captures.detector if captures and captures.known else None
+            source = self._local.one_by_one(schema, held, keeps=group.rank == 0)
+
+            def take() -> str:
+                source.read(model, to_the_end=group.size > 1)
+                return source.came.hash
+
+            if len({*group.together(take)} - {NOTHING.hash}) > 1:
+                came = [(rank, schema) for rank, schema in enumerate(group.exchange(source.came)) if schema.tensors]
+                try:
+                    for rank, other in came:
+                        came[0][1].require_equal(other, ours="rank 0", theirs=f"rank {rank}")
+                except SchemaMismatch as error:
+                    raise group.agreed(error) from None
+        return source
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,19 +255,27 @@ class Pipeline:
         group = self._group
         schema, source = self._local.open(model, group)
         base = self._base(model)
-        is_adapter = self._files.base_name is not None or (None if isinstance(model, Mapping) else False)
+        nameless = isinstance(model, (Mapping, OneByOne))
+        is_adapter = self._files.base_name is not None or (None if nameless else False)
         newest = group.on_rank_0(lambda: self._newest(schema, base, must_match, is_adapter))
         run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store, trust=self._trust))
         detector = group.each(lambda: self._local.detector(source))
         state, alone, read = None, False, source
         if newest is None:
             # shards are read twice, so their bytes would count twice
-            if progress is not None and not self.together and detector.in_host_memory:
+            in_parts = detector.in_host_memory and not isinstance(source, OneByOne)
+            if progress is not None and not self.together and in_parts:
                 read = counted(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
-            state = group.each(
-                lambda: None if self._distrusted else self._rebuild.version(run, newest.version, progress)
-            )
+
+            def version() -> State | None:
+                if self._distrusted:
+                    return None
+                # a rank that holds nothing has nothing to compare
+                held = source.schema.tensors or not self.together
+                return self._rebuild.version(run, newest.version, progress) if held else State(source.schema)
+
+            state = group.each(version)
             # on all ranks if one of them cannot read it
             alone = not all(group.exchange(state is not None))
             state = None if alone else state

@@ -29,6 +29,7 @@ from .commit import Signing
 from .companions import Companions
 from .detectors import Detector
 from .local import LocalModel
+from .pairs import Pairs, is_pairs
 from .pending import PendingVersion, Progress, Published, PublishHandle
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
@@ -179,7 +180,7 @@ class Publisher:
 
     def publish(
         self,
-        model: Model,
+        model: Model | Pairs,
         *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -192,6 +193,18 @@ class Publisher:
         `model` is a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a
         checkpoint folder). Returns once it is known what changed; training may continue. With `wait` it returns after
         the commit and, in host memory, needs no more than one copy of the model plus a few blocks.
+
+        Or an iterator of (name, tensor), as training frameworks have it: full tensors under their checkpoint names, one
+        at a time, in any order.
+
+            publisher.publish((name, p.full_tensor()) for name, p in model.named_parameters())
+
+        Each is compared as it passes, so the model is never gathered: this takes the publisher's copy in host memory,
+        one tensor, and what changed. Weights are published as they come, unless `wire_dtype` casts them. Where
+        torch.distributed runs several processes, all of them pass the iterator, because they gather together, and rank
+        0 publishes; where only one calls `publish`, it needs Publisher(…, group=None). A name may come twice with the
+        same bits. If the iterator raises (PublishFailed), or leaves a tensor out, brings it in another shape or dtype
+        or with two values (SchemaMismatch), all ranks raise, and nothing is published; the next publish carries it.
 
         `step` and `metrics` are stored with the version. So is `origin`: what the weights were derived from, if they
         are a view of another run's. `progress(phase, n, total)` is called with bytes done since the last call, in
@@ -218,7 +231,7 @@ class Publisher:
             pipeline.background.wait_for(handle)
         return handle
 
-    def resume(self, model: Model) -> int:
+    def resume(self, model: Model | Pairs) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         return self._in_turn(lambda: self._pipeline_for(model).resume(model))
 
@@ -323,7 +336,7 @@ class Publisher:
                 "`on_version`: nothing was done. Set a flag there, and call it in the training loop when it is set"
             )
 
-    def _pipeline_for(self, model: Model) -> Pipeline:
+    def _pipeline_for(self, model: Model | Pairs) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
 
         Also finds the files that go with the model.
@@ -335,7 +348,8 @@ class Publisher:
             group = group_of(model, self._group)
             if group is not None:
                 self._pipeline.background.check()
-                self._shared.begin(partial(self._make_pipeline, group=group), "deltawire-ranks")
+                make = partial(self._make_pipeline, group=group, one_by_one=is_pairs(model))
+                self._shared.begin(make, "deltawire-ranks")
                 self._pipeline = self._shared.result()
         return self._pipeline
 
