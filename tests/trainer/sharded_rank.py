@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from deltawire.trainer import (
     merged,
     pipeline,
 )
+from deltawire.trainer import pairs as one_by_one
 from deltawire.trainer import publisher as publishing
 from deltawire.trainer.writer import VersionWriter
 from deltawire.views.blocks import Blocks
@@ -138,6 +139,20 @@ def sharded(**how: Any) -> nn.Module:
     for part in (model.up, model.down):
         fully_shard(part, **how)
     return fully_shard(model, **how)
+
+
+def gathered(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors one by one, as frameworks make them: every rank has to take part."""
+    tensors = model.state_dict()
+    for name in names:
+        full = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+        yield name, full.bfloat16() if full.is_floating_point() else full
+
+
+def broken(breaks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "embed.weight", torch.zeros(301, 32, dtype=torch.bfloat16)
+    if breaks:
+        raise ArithmeticError("no gather")
 
 
 class Hook:
@@ -501,8 +516,9 @@ class Rank:
         self.interrupt(where, first=False)
         self.interrupt(where, first=False, view="fp8-block")
 
-    def interrupt(self, where: list[Any], *, first: bool, **options: Any) -> None:
+    def interrupt(self, where: list[Any], *, first: bool, one_by_one: bool = False, **options: Any) -> None:
         """A training for each line: of all ranks the last one is interrupted there."""
+        kind = "pairs" if one_by_one else f"{first}-{len(options)}"
         interrupts, last = self.rank == self.size - 1, self.size - 1
         weights = [torch.arange(16 * 8, dtype=torch.bfloat16).reshape(16, 8) / 7]
         for step in range(5):
@@ -518,7 +534,7 @@ class Rank:
         at = 0 if first else 2
 
         def train(interrupted: Interrupted) -> None:
-            name, failed = f"interrupted-{first}-{len(options)}-{sum(outcomes.values())}", []
+            name, failed = f"interrupted-{kind}-{sum(outcomes.values())}", []
             trainer = Publisher(self.run(name), anchor_every=3, continues=True, **options)
             mesh = init_device_mesh("cpu", (self.size,))
 
@@ -534,7 +550,7 @@ class Rank:
                 shards = {
                     "w.weight": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
                 }
-                publish = partial(trainer.publish, shards, step=step)
+                publish = partial(trainer.publish, [("w.weight", whole)] if one_by_one else shards, step=step)
                 if step == at:
                     was_raised = interrupted(publish)
                 else:
@@ -568,7 +584,7 @@ class Rank:
             self.goes_on = True
             while self.goes_on:
                 train(not_interrupted)
-        self.report[f"interrupted-{first}-{len(options)}"] = outcomes
+        self.report[f"interrupted-{kind}"] = outcomes
 
     def killed(self) -> None:
         """The last rank dies while it puts its part of version 2; torchrun may start all of them again."""
@@ -602,6 +618,99 @@ class Rank:
             assert publisher.resume(training.model) == 1
             training.step()
             publisher.publish(training.model, step=training.steps, wait=True)
+
+    def pairs(self) -> None:
+        """All ranks gather one tensor after the other, in another order each time; rank 0 publishes. At last rank 1
+        gathers and has nothing to bring."""
+        training, store = Training(sharded()), CountingStore(open_store(self.run("pairs")))
+        publisher, versions = Publisher(store, anchor_every=3), []
+        with self.twin_of_pairs("pairs-alone", anchor_every=3) as alone:
+            for step in range(STEPS + 1):
+                training.step()
+                names = sorted(training.model.state_dict(), reverse=bool(step % 2))
+                brought = list(gathered(training.model, names))
+                if step == STEPS and self.rank:
+                    brought = []
+                versions.append(publisher.publish(brought, step=training.steps, wait=step == 2).result().version)
+                alone()
+            publisher.close()
+        self.report |= {"pairs versions": versions, "pairs put": store.bytes_out}
+
+    def pairs_refused(self) -> None:
+        """One rank has something else, and all of them raise."""
+        training, publisher = Training(sharded()), Publisher(self.run("pairs-refused"))
+
+        def other(what: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+            # the gathers are those of all ranks, whatever comes of them here
+            for name, tensor in gathered(training.model, training.model.state_dict()):
+                if self.rank != rank or name != "up.weight":
+                    yield name, tensor
+                elif what == "dtype":
+                    yield name, tensor.half()
+                elif what == "name":
+                    yield "up.other", tensor
+                elif what == "twice":
+                    yield name, tensor
+                    yield name, tensor + 1
+                elif what == "broke off":
+                    raise ArithmeticError("no gather")
+
+        with self.twin_of_pairs("pairs-refused-alone") as alone:
+            training.step()
+            publisher.publish(gathered(training.model, training.model.state_dict()), step=1, wait=True)
+            alone()
+            training.step()
+            self.error("pairs a model 0", lambda: publisher.publish(training.model, step=2))
+            for rank in range(self.size):
+                for what in ("dtype", "name", "left out", "twice", "broke off"):
+                    if (what, rank) == ("twice", 1):
+                        continue
+                    # what breaks off on one rank alone would leave the others in their gathers
+                    brought: Any = other(what, rank) if what != "broke off" else broken(self.rank == rank)
+                    self.error(f"pairs {what} {rank}", partial(publisher.publish, brought, step=2))
+            publisher.publish(gathered(training.model, training.model.state_dict()), step=2, wait=True)
+            alone()
+            publisher.close()
+
+    def pairs_interrupted(self) -> None:
+        self.interrupt([one_by_one, pipeline.Pipeline._taken], first=False, one_by_one=True)
+
+    def pairs_out_of_step(self) -> None:
+        publisher = Publisher(self.run("pairs-out-of-step"))
+        publisher.publish([("w", torch.ones(8))], step=0, wait=True)
+        self.error("pairs steps", lambda: publisher.publish([("w", torch.ones(8))], step=1 + self.rank))
+        self.error("pairs after", lambda: publisher.publish([("w", torch.ones(8))], step=2))
+
+    def pairs_killed(self) -> None:
+        """The last rank dies between two tensors."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        def dying() -> Iterator[tuple[str, torch.Tensor]]:
+            yield "v", torch.ones(8)
+            if self.rank == self.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield "w", torch.ones(8)
+
+        publisher = Publisher(self.run("pairs-killed"))
+        publisher.publish([("v", torch.ones(8)), ("w", torch.ones(8))], wait=True)
+        self.error("pairs killed", lambda: publisher.publish(dying()))
+        self.error("pairs after death", lambda: publisher.publish([("v", torch.ones(8)), ("w", torch.ones(8))]))
+
+    @contextmanager
+    def twin_of_pairs(self, name: str, **options: Any) -> Iterator[Callable[[], None]]:
+        """The same training in one piece, whose tensors rank 0 publishes alone."""
+        training = Training(seeded(Small))
+        publisher = Publisher(self.run(name), group=None, **options) if self.rank == 0 else None
+
+        def publish() -> None:
+            training.step()
+            if publisher is not None:
+                tensors = gathered(training.model, training.model.state_dict())
+                publisher.publish(tensors, step=training.steps, wait=True)
+
+        yield publish
+        if publisher is not None:
+            publisher.close()
 
     # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
 

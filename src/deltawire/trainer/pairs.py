@@ -175,7 +175,7 @@ class OneByOne:
                 bits[first - rows.base : last - rows.base] = found[first - place.base : last - place.base]
         if region.columns == rows.columns:
             return bits
-        part = bits.reshape(rows.rows, -1)[:, region.column : region.column + region.columns]
+        part = bits.reshape(rows.rows, rows.columns)[:, region.column : region.column + region.columns]
         return np.ascontiguousarray(part).reshape(-1)
 
     def difference(self, region: Region, held: State) -> Change:
