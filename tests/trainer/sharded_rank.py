@@ -149,10 +149,12 @@ def gathered(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torc
         yield name, full.bfloat16() if full.is_floating_point() else full
 
 
-def broken(breaks: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "embed.weight", torch.zeros(301, 32, dtype=torch.bfloat16)
-    if breaks:
-        raise ArithmeticError("no gather")
+def broken(model: nn.Module, breaks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of them, or the first."""
+    for name, tensor in [*gathered(model, model.state_dict())]:
+        yield name, tensor
+        if breaks:
+            raise ArithmeticError("no gather")
 
 
 class Hook:
@@ -652,8 +654,6 @@ class Rank:
                 elif what == "twice":
                     yield name, tensor
                     yield name, tensor + 1
-                elif what == "broke off":
-                    raise ArithmeticError("no gather")
 
         with self.twin_of_pairs("pairs-refused-alone") as alone:
             training.step()
@@ -666,7 +666,9 @@ class Rank:
                     if (what, rank) == ("twice", 1):
                         continue
                     # what breaks off on one rank alone would leave the others in their gathers
-                    brought: Any = other(what, rank) if what != "broke off" else broken(self.rank == rank)
+                    brought: Any = other(what, rank)
+                    if what == "broke off":
+                        brought = broken(training.model, self.rank == rank)
                     self.error(f"pairs {what} {rank}", partial(publisher.publish, brought, step=2))
             publisher.publish(gathered(training.model, training.model.state_dict()), step=2, wait=True)
             alone()
