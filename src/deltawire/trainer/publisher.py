@@ -67,9 +67,9 @@ class Publisher:
 
     What is published:
     wire_dtype     "auto" (default): fp32 and fp64 weights of a torch module, or of its `state_dict()`, are cast to
-                   bf16; everything else (other dtypes, mappings, checkpoint folders) is published as it is. "bf16" or
-                   "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets the bits
-                   that the cast on the model's own device gives it.
+                   bf16; everything else (other dtypes, mappings, iterators, checkpoint folders) is published as it is.
+                   "bf16" or "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets
+                   the bits that the cast on the model's own device gives it.
     view           "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales, computed from the weights
                    in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     files          config and tokenizer files to publish with the weights: contents by name, or a checkpoint folder.
