@@ -240,7 +240,7 @@ def on_a_device(rng: Random) -> None:
 def publishing(rng: Random, folder: Path, counts: Counter[str], *kinds: str) -> None:
     """Training that goes on after each interrupt. Every version is what a publish was given, the newest the last."""
     slow_and_threaded(rng)
-    if "host" not in kinds:
+    if kinds == DEVICE:
         on_a_device(rng)
     signals, store = Signals(counts), LocalStore(folder / "run")
     options = {"anchor_every": rng.choice((None, 2, 3)), "encoding": rng.choice(ENCODINGS)}
@@ -268,7 +268,7 @@ def publishing(rng: Random, folder: Path, counts: Counter[str], *kinds: str) -> 
     signals.handler = publish_or_be_refused if rng.random() < 0.3 else None
 
     def resume() -> None:
-        trainer.publisher.resume(trainer.tensors() if trainer.kind == "fused" else trainer.model)
+        trainer.publisher.resume(trainer.source())
 
     # an optimizer that was interrupted in its first step cannot go on
     step()
@@ -449,6 +449,7 @@ def following(rng: Random, folder: Path, counts: Counter[str]) -> None:
 Case = Callable[[Random, Path, Counter[str]], None]
 CASES: dict[str, tuple[Case, bool]] = {
     "publish": (lambda *given: publishing(*given, "host"), True),
+    "publish pairs": (lambda *given: publishing(*given, "pairs"), True),
     "publish device": (lambda *given: publishing(*given, *DEVICE), True),
     "sync": (lambda *given: syncing(*given, device=False), True),
     "sync device": (lambda *given: syncing(*given, device=True), True),
@@ -486,7 +487,7 @@ def load_kernels(folder: Path) -> None:
         live = {name: t.float() if t.dtype == torch.bfloat16 else t.clone() for name, t in HISTORY[0].items()}
         for version in (0, 1):
             Replica(LocalStore(folder / encoding), heartbeat=0).sync(live, version)
-        for kind in ("host", *DEVICE):
+        for kind in ("host", "pairs", *DEVICE):
             trainer = Trainer(kind, LocalStore(folder / f"{encoding} {kind}"), encoding=encoding)
             for wait in (False, True):
                 trainer.step()

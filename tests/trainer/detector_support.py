@@ -67,6 +67,7 @@ class Trainer:
         self.optimizer = make(groups, lr=1e-4)
         self.detector: Any = {
             "host": lambda: HostDetector(),
+            "pairs": lambda: HostDetector(),
             "snapshot": lambda: SnapshotDetector(),
             "streamed": lambda: SnapshotDetector(memory="host"),
             "fused": lambda: FusedDetector(self.copies),
@@ -106,7 +107,13 @@ class Trainer:
             self.detector.cast(self.tensors())
 
     def publish(self, **options: Any) -> Any:
-        return self.publisher.publish(self.tensors() if self.kind == "fused" else self.model, **options)
+        return self.publisher.publish(self.source(), **options)
+
+    def source(self) -> Any:
+        """What is published: the model, its tensors, or each of them once and then no more."""
+        if self.kind == "pairs":
+            return ((name, tensor.clone()) for name, tensor in self.tensors().items())
+        return self.tensors() if self.kind == "fused" else self.model
 
     def bits(self) -> dict[str, np.ndarray]:
         """What a replica must hold: the cast weights."""

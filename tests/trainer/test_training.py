@@ -64,7 +64,7 @@ def emitted(run: Run, version: int, base: dict[str, np.ndarray]) -> set[tuple[st
     return found
 
 
-@pytest.mark.parametrize("kind", ["host", "snapshot", "streamed", "fused", "adamw"])
+@pytest.mark.parametrize("kind", ["host", "pairs", "snapshot", "streamed", "fused", "adamw"])
 def test_two_hundred_steps(kind: str, store: Store) -> None:
     trainer = Qwen3(kind, store, anchor_ratio=1e9)
     live, replica = replica_model(trainer), Replica(store, heartbeat=0)

@@ -19,6 +19,7 @@ from ..models import Model, checkpoint_of, class_name, files_of
 from ..store import Store
 from ..views.blocks import with_config
 from .adapters import Adapter
+from .pairs import Pairs
 
 log = logging.getLogger("deltawire")
 
@@ -59,7 +60,7 @@ class Companions:
         self._found_tokenizer: Mapping[str, bytes] | None = None
         """The tokenizer that is there, once it was looked for."""
 
-    def find(self, model: Model) -> None:
+    def find(self, model: Model | Pairs) -> None:
         """Collect the files of the model and its tokenizer, at the first call."""
         if self._found is not None:
             return

@@ -164,7 +164,7 @@ class OneByOne:
             return region.cut(self.tensors[name])
         # full rows, which are in one piece
         rows = Region(region.tensor, region.row, region.rows, 0, region.tensor.columns)
-        bits = self._base.region(rows).copy()
+        bits: Bits = self._base.region(rows).copy()
         for place in self._regions.get(name, ()):
             found = self._found[place]
             if isinstance(found, Change):
@@ -175,7 +175,7 @@ class OneByOne:
                 bits[first - rows.base : last - rows.base] = found[first - place.base : last - place.base]
         if region.columns == rows.columns:
             return bits
-        part = bits.reshape(rows.rows, rows.columns)[:, region.column : region.column + region.columns]
+        part: Bits = bits.reshape(rows.rows, rows.columns)[:, region.column : region.column + region.columns]
         return np.ascontiguousarray(part).reshape(-1)
 
     def difference(self, region: Region, held: State) -> Change:

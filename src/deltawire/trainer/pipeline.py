@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..bucket.references import OTHER_MODEL
 from ..bucket.run import Run
@@ -189,7 +189,7 @@ class Pipeline:
                 "one: make a second one for the other kind, at another address"
             )
         if not is_pairs(model):
-            return model
+            return cast(Model, model)
         group = self._group
         with group.all_or_none():
             self._require_same_publish(step)
