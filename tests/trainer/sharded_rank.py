@@ -674,8 +674,35 @@ class Rank:
             alone()
             publisher.close()
 
+    def pairs_resume(self) -> None:
+        """A run taken up with the newest weights, then with others; and a view."""
+        random = torch.Generator().manual_seed(5)
+        weights = [torch.randn(300, 140, generator=random).bfloat16()]
+        for _ in range(3):
+            weights.append(weights[-1].clone())
+            weights[-1][::7, ::5] += 1
+        groups = [{}, {"group": None}] if self.rank == 0 else [{}]
+        for alone in groups:
+            name = f"pairs-resume{'-alone' * bool(alone)}"
+            for numbers in ((0, 1), (2,), (3,)):
+                with Publisher(self.run(name), continues=True, anchor_ratio=1e9, **alone) as publisher:
+                    if numbers == (2,) and not alone:
+                        self.error("pairs diverged", partial(publisher.resume, [("up.weight", weights[2])]))
+                        self.report["pairs resumed"] = publisher.resume([("up.weight", weights[1])])
+                    for number in numbers:
+                        publisher.publish([("up.weight", weights[number])], step=number, wait=True)
+            with Publisher(self.run(name.replace("resume", "view")), view="fp8-block", **alone) as publisher:
+                for number in (0, 1):
+                    publisher.publish([("up.weight", weights[number])], step=number, wait=True)
+                if not alone:
+                    # all are of one mind, and it is another model; then they are not
+                    for what, rows in (("", 9), (" other", 9 + self.rank)):
+                        other = [("up.weight", weights[0][:rows])]
+                        self.error(f"pairs view{what}", partial(publisher.publish, other, step=2))
+
     def pairs_interrupted(self) -> None:
-        self.interrupt([one_by_one, pipeline.Pipeline._taken], first=False, one_by_one=True)
+        where = [one_by_one, pipeline.Pipeline._taken, captures.Captures.capture]
+        self.interrupt(where, first=False, one_by_one=True)
 
     def pairs_out_of_step(self) -> None:
         publisher = Publisher(self.run("pairs-out-of-step"))

@@ -123,6 +123,39 @@ def test_every_version_is_what_came_in_whatever_order(schema: Any, seed: int, st
     assert verify(run).ok
 
 
+@pytest.mark.parametrize("wire", [None, "bf16"])
+def test_what_is_on_a_device_is_compared_there(wire: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code on a CPU: dtypes of every width, cast or not, sparse and dense."""
+    torch = pytest.importorskip("torch")
+    from deltawire.trainer import device
+
+    compared = []
+
+    def counting(*given: Any) -> Any:
+        compared.append(given[0])
+        return inner(*given)
+
+    inner = device.compare_there
+    monkeypatch.setattr(device, "compare_there", counting)
+    monkeypatch.setattr(pairs, "_is_on_device", lambda tensor: tensor.is_contiguous())
+    random, store = torch.Generator().manual_seed(4), memory()
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+    kinds += [torch.float8_e4m3fn, torch.bool]
+    weights = {str(kind): (10 * torch.randn(50, 9, generator=random)).to(kind) for kind in kinds}
+    weights |= {"empty": torch.zeros(0, 3), "scalar": torch.ones(()), "turned": torch.ones(7, 5).t()}
+    digests = []
+    with Publisher(store, wire_dtype=wire) as publisher:
+        for share in (0.0, 0.01, 0.3, 1.0):
+            for tensor in weights.values():
+                moved = torch.rand(tensor.shape, generator=random) < share
+                tensor[moved] = (10 * torch.randn(tensor.shape, generator=random)).to(tensor.dtype)[moved]
+            digests.append(str(full.digest_of(ModelView(weights, wire))))
+            publisher.publish(weights.items()).result(WAIT)
+    assert len(compared) == 3 * (len(kinds) + 1)
+    assert [Run.open(store).manifest(version).digest for version in range(4)] == digests
+    assert verify(Run.open(store)).ok
+
+
 def _array(bits: np.ndarray, spec: Any) -> Any:
     torch = pytest.importorskip("torch")
     from deltawire.models import torch_dtype
@@ -430,7 +463,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch")
     from test_shards import run_ranks
 
-    scenarios = "pairs,pairs_refused,pairs_interrupted/pairs_out_of_step/pairs_killed"
+    scenarios = "pairs,pairs_refused,pairs_resume,pairs_interrupted/pairs_out_of_step/pairs_killed"
     return run_ranks([], tmp_path_factory.mktemp("pairs"), scenarios, 2, dies=1)
 
 
@@ -467,6 +500,19 @@ def test_all_ranks_raise_and_the_next_publish_works(two: Any) -> None:
     assert len(assert_same_run(two, "pairs-refused")) == 2
 
 
+def test_ranks_continue_a_run_and_publish_a_view(two: Any) -> None:
+    from test_shards import assert_same_run
+
+    manifests = assert_same_run(two, "pairs-resume")
+    assert [manifest.links[0].kind for manifest in manifests] == ["anchor", "delta", "delta", "delta"]
+    assert len(assert_same_run(two, "pairs-view")) == 2
+    assert Run.open(str(two.folder / "pairs-view")).schema.by_name()["up.weight"].dtype == "F8_E4M3"
+    for report in two.reports:
+        assert report["pairs resumed"] == 1
+        assert report["pairs diverged"][0] == "DivergedRun"
+        assert report["pairs view"][0] == report["pairs view other"][0] == "SchemaMismatch"
+
+
 def test_ranks_of_different_steps_are_told_so(two: Any) -> None:
     for report in two.reports:
         assert report["pairs steps"] == report["pairs after"]
@@ -478,6 +524,8 @@ def test_a_rank_that_is_interrupted_within_pairs_makes_no_wrong_version(two: Any
     for report in two.reports:
         outcomes = report["interrupted-pairs"]
         assert outcomes["lost"] > 20
+        # where what was captured moves no message is sent, and training goes on
+        assert outcomes["went on"] > 5
 
 
 def test_a_rank_that_dies_within_the_iterator_leaves_the_run_at_the_version_before(two: Any) -> None:

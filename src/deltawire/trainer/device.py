@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -233,6 +234,19 @@ def _elements(region: Region) -> slice:
     """Where a region in one piece lies in its flat tensor."""
     per = lookup(region.tensor.dtype).units_per_element
     return slice(region.base // per, (region.base + region.units) // per)
+
+
+def compare_there(region: Region, held: Bits, live: Tensor, wire: torch.dtype) -> Change:
+    """Every position where a region of a contiguous tensor, in the wire dtype, differs from what is held on the host.
+
+    What is held visits the tensor's device, and only what differs leaves it.
+    """
+    signed = torch.from_numpy(held.view(f"i{held.itemsize}" if held.itemsize > 1 else np.uint8))
+    old = [signed.view(wire).to(live.device)]
+    plan = Plan(old, flat(old))
+    found = kernels.detect(old, [live.detach().reshape(-1)[_elements(region)]], plan=plan)
+    (change,) = kernels.to_changes(plan, found, [region])
+    return change
 
 
 def snapshot_parts(

@@ -51,7 +51,8 @@ class LocalModel:
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
         """Agree on what each rank writes. Returns the checkpoint's schema and the weights that this one writes."""
         self._schema = None
-        source = self.source(model)
+        # a rank may hold nothing, and would not notice what is wrong
+        source = group.each(lambda: self.source(model))
         self._schema = source.schema
         return source.schema, source
 
@@ -64,7 +65,8 @@ class LocalModel:
         else:
             view = ModelView(model, self._wire_dtype, known=self._known)
             self._known, source = view.known, view
-        if self.view is not None and not is_view(source):
+        holds_nothing = isinstance(source, OneByOne) and not source.schema.tensors
+        if self.view is not None and not is_view(source) and not holds_nothing:
             if self._blocks is None or self._blocks.source != source.schema:
                 self._blocks = Blocks(source.schema)
             source = self._viewed(source, self._blocks)
@@ -79,7 +81,7 @@ class LocalModel:
         last, where there are any."""
         if self.view is not None:
             # both are those of the view
-            return OneByOne(self._wire_dtype, keeps=keeps)
+            return OneByOne(self._wire_dtype, self._blocks.source if self._blocks else None, keeps=keeps)
         base = held.state if isinstance(held, HostDetector) else None
         return OneByOne(self._wire_dtype, schema, base, keeps=keeps)
 

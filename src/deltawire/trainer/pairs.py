@@ -18,7 +18,7 @@ from ..core.errors import PublishFailed, SchemaMismatch, UnsafeName, Unsupported
 from ..core.parallel import ordered_map, threads_for
 from ..core.schema import Schema, TensorSpec, listed
 from ..core.state import State
-from ..models import ModelView, is_module
+from ..models import ModelView, is_module, is_torch
 
 Pairs = Iterable[tuple[str, Any]]
 """Full tensors under their checkpoint names, in any order: arrays, or torch tensors on any device."""
@@ -132,14 +132,21 @@ class OneByOne:
             # the iterator may use its memory for the next one
             self.tensors[stored] = bits.copy()
             return True
-        base, regions = self._base, self._regions.get(stored, [])
+        base, regions, tensor = self._base, self._regions.get(stored, []), view.tensors[spec.name]
+        there = _is_on_device(tensor)
 
         def difference(region: Region) -> Change | Bits:
-            bits = view.region(Region(spec, region.row, region.rows, region.column, region.columns))
-            change = compare(region, base.region(region), bits)
-            return change if change.nbytes <= bits.nbytes else bits.copy()
+            here = Region(spec, region.row, region.rows, region.column, region.columns)
+            if there:
+                from .device import compare_there
 
-        found = ordered_map(difference, regions, threads_for(spec.units))
+                change = compare_there(region, base.region(region), tensor, view.wire_dtype(spec.name))
+            else:
+                change = compare(region, base.region(region), view.region(here))
+            return change if change.nbytes <= region.nbytes else view.region(here).copy()
+
+        # on a device its own threads compare
+        found = ordered_map(difference, regions, threads_for(spec.units, 1 if there else None))
         pairs = list(zip(regions, found, strict=True))
         return all([_same(new, self._found.setdefault(region, new)) for region, new in pairs])
 
@@ -182,6 +189,11 @@ class OneByOne:
         """What turns other weights into these, in a region of their plan. Those of the base were compared before."""
         found = self._found[region] if held is self._base else self.region(region)
         return found if isinstance(found, Change) else compare(region, held.region(region), found)
+
+
+def _is_on_device(tensor: Any) -> bool:
+    """Whether a tensor lies on an accelerator, where it is compared without leaving it."""
+    return is_torch(tensor) and tensor.device.type == "cuda" and tensor.is_contiguous()
 
 
 def _shown(spec: TensorSpec) -> str:
