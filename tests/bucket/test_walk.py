@@ -107,11 +107,14 @@ def test_interrupted_where_it_is_dropped_its_threads_end(store: Store) -> None:
     def operation(interrupted: Interrupted) -> None:
         slow = Slow(store)
         run = Run.open(slow)
+        # those of another test whose walk is not collected yet wait for more work
+        others = threading.enumerate()
         coming: Any = prefetch(run, chain.plan(None, 5, run.timeline(5)))
         while next(coming)[0].version != 3:
             pass
         assert slow.started.wait(120)
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("deltawire-prefetch")]
+        prefetching = [thread for thread in threading.enumerate() if thread.name.startswith("deltawire-prefetch")]
+        threads = [thread for thread in prefetching if thread not in others]
         interrupted(coming.close)
         slow.release.set()
         for thread in threads:
