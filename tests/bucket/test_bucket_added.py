@@ -15,7 +15,7 @@ from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import AddedIndex, AddedLink, AddedPage
-from deltawire.core.errors import ObjectTooLarge
+from deltawire.core.errors import ObjectTooLarge, StoreUnavailable
 from deltawire.core.manifest import Blob, Link, dump
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import KeeperOptions
@@ -23,7 +23,7 @@ from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire_wordle.counting import CountingStore
 from keeping import Kept, copied, fresh, settings
-from support import same
+from support import HookedStore, same
 
 LAST = 69
 
@@ -175,6 +175,24 @@ def test_a_damaged_page_costs_its_links_alone(kept: Kept, content: bytes | None)
     found = verify(kept.run)
     assert found.ok
     assert any("readers go without" in warning for warning in found.warnings)
+
+
+def test_a_page_that_cannot_be_reached_is_not_taken_for_damaged(kept: Kept) -> None:
+    """Prune would take the objects that its links name for garbage, and readers would never ask for it again."""
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if key.startswith(keys.ADDED_PAGES) and verb == "get":
+            raise StoreUnavailable("away")
+
+    before = [item.key for item in kept.store.list()]
+    for read in (
+        lambda run: run.added.between(-1, LAST),
+        lambda run: run.added.listed(),
+        lambda run: prune(run, Retention(last=4, grace=0)),
+    ):
+        with pytest.raises(StoreUnavailable):
+            read(Run.open(HookedStore(kept.store, hook)))
+    assert [item.key for item in kept.store.list()] == before
 
 
 def test_pages_of_any_size_take_limited_memory_and_time(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

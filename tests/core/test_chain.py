@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.core.chain import REQUEST_COST, Step, plan
+from deltawire.core.chain import REQUEST_COST, Step, needed, plan, reachable
 from deltawire.core.errors import MissingBase, VersionNotFound
 from deltawire.core.manifest import Summary, SummaryLink
 
@@ -152,3 +152,24 @@ def test_links_that_lead_nowhere_or_round_in_circles_are_ignored() -> None:
             steps = plan(have, 2, versions)
             assert steps[-1].version == 2
             assert all(step.base is None or step.base < step.version for step in steps)
+
+
+def test_what_is_needed_is_on_the_cheapest_ways_and_nothing_else() -> None:
+    versions = chain(10, {0, 4, 8})
+    assert needed([], versions) == set()
+    assert needed([2], versions) == {0, 1, 2}
+    assert needed([9, 6], versions) == {8, 9, 4, 5, 6}
+    assert needed([6, 9, 5], versions) == {8, 9, 4, 5, 6}
+    # a skip delta spares what lies between
+    versions[3] = summary(3, [("delta", 2, 10_000), ("delta", 0, 15_000)])
+    assert needed([3], versions) == {0, 3}
+
+
+def test_nothing_is_left_out_for_a_version_that_cannot_be_reached() -> None:
+    versions = chain(6, {0, 4})
+    del versions[1]
+    assert reachable(versions) == {0, 4, 5}
+    with pytest.raises(MissingBase, match="version 3 needs 2"):
+        needed([0, 3], versions)
+    with pytest.raises(VersionNotFound):
+        needed([1], versions)

@@ -146,6 +146,23 @@ def test_announcements(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed(examine(Broken(store))) == {"announcements"}
 
 
+def test_a_cache_in_a_folder_is_tried_and_left_as_it_was(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "object").write_bytes(b"x" * 2_000_000)
+    monkeypatch.setenv("DELTAWIRE_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        (found,) = (finding for finding in examine(store).findings if finding.check == "cache")
+        assert found.verdict == "ok"
+        assert "1 objects, 2 MB" in found.detail
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["object"]
+    monkeypatch.setenv("DELTAWIRE_CACHE", str(tmp_path / "cache" / "object"))
+    (found,) = (finding for finding in examine(store).findings if finding.check == "cache")
+    assert found.verdict == "warning"
+    assert "replicas will fetch for themselves" in found.detail
+
+
 def test_a_cache_of_the_site_is_not_taken_for_a_folder(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

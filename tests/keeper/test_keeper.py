@@ -24,6 +24,7 @@ from deltawire.core.errors import (
     DeltawireError,
     Misconfigured,
     NotTheSigner,
+    ObjectNotFound,
     RunReplaced,
     StoreUnavailable,
     Unsupported,
@@ -229,6 +230,38 @@ def test_a_bad_anchor_beside_a_good_delta_is_reported(kept: Kept) -> None:
     told = kept.keep(KeeperOptions(since=64))
     assert bad in told[-1].bad[0]
     assert all(not x.bad for x in told[:-1])
+
+
+def test_it_begins_with_the_newest_version_where_the_first_cannot_be_reached(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    run = Run.open(store)
+    store.delete(run.manifest(2).link("delta", 1).objects[0].key)
+    keeper = Keeper(store, KeeperOptions(since=3))
+    assert [*keeper.once()] == []
+    assert "cannot begin with version 3" in caplog.text
+    assert keeper.version == 9
+    keeper.close()
+    assert run.added.index().done == 9  # type: ignore[union-attr]
+
+
+def test_it_begins_with_nothing_where_no_version_can_be_reached(kept: Kept) -> None:
+    store = empty()
+    publish(store, kept.weights[:3])
+    run = Run.open(store)
+    first = run.manifest(0).links[0].objects[0].key
+    data = store.get(first).data
+    store.delete(first)
+    keeper = Keeper(store, KeeperOptions(since=0))
+    with pytest.raises(ObjectNotFound):
+        list(keeper.once())
+    assert run.added.index() is None
+    # and once it is repaired, with the version that it was told
+    store.put(first, data)
+    assert [x.version for x in keeper.once()] == [1, 2]
+    keeper.close()
 
 
 def test_versions_that_are_pruned_while_it_catches_up(kept: Kept) -> None:
