@@ -126,17 +126,18 @@ def chosen(room: str, seed: int, number: int) -> list[Bug]:
 
 
 def tests_of(file: Path) -> list[list[str]]:
-    """Test files: first those of the module, then those of the room and all that import the module."""
+    """Test files: first those of the module, then those of the room and all others that import the module."""
     room, name = file.relative_to(SOURCE).parts[0], file.stem
     dotted = ".".join(file.relative_to("src").with_suffix("").parts)
     parent, _, last = dotted.rpartition(".")
     imports = re.compile(rf"\b{re.escape(dotted)}\b|from {re.escape(parent)} import [^\n]*\b{re.escape(last)}\b")
     own, rest = [], []
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
-        inside = test.is_relative_to(ROOT / "tests" / room)
+        inside, text = test.is_relative_to(ROOT / "tests" / room), test.read_text()
+        general = test.parent == ROOT / "tests" and f"deltawire.{room}" in text
         if inside and test.stem in (f"test_{name}", f"test_{room}_{name}"):
             own.append(str(test.relative_to(ROOT)))
-        elif inside or imports.search(test.read_text()):
+        elif inside or general or imports.search(text):
             rest.append(str(test.relative_to(ROOT)))
     return [files for files in (own, rest) if files]
 
