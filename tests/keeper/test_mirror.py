@@ -10,10 +10,11 @@ import pytest
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.bucket.versions import set_tag
+from deltawire.bucket.versions import set_tag, tagged
 from deltawire.core import keys
 from deltawire.core.errors import RunReplaced, StoreUnavailable
 from deltawire.core.manifest import dump
+from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import KeeperOptions
 from deltawire.keeper.mirror import Ended, Mirror
 from deltawire.replica import Replica
@@ -63,6 +64,22 @@ def test_a_mirror_is_the_same_run(kept: Kept) -> None:
     publish(kept.store, kept.weights[-1:])
     assert Mirror(kept.run, store).update(LAST + 1) == 1
     assert is_a_copy(store, kept)
+
+
+def test_a_tag_that_moves_moves_in_a_mirror_and_nothing_else_is_copied_twice(kept: Kept) -> None:
+    set_tag(kept.run, 7, "best")
+    counting = CountingStore(empty())
+    mirror = Mirror(kept.run, counting)
+    mirror.update(LAST)
+    set_tag(kept.run, 9, "best")
+    # so that there is an index of added links that the mirror has not seen
+    announce(kept.run, "keeper", (), LAST)
+    counting.reset()
+    mirror.update(LAST)
+    assert tagged(Run.open(counting), "best").version == 9
+    # the tag and the index
+    assert counting.requests["put"] == 2
+    assert is_a_copy(counting, kept)
 
 
 def test_a_mirror_goes_on_where_it_was_interrupted(kept: Kept) -> None:
