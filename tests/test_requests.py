@@ -11,7 +11,6 @@ import pytest
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.walk import Walker
-from deltawire.bucket.watch import Watcher
 from deltawire.core import chain, keys
 from deltawire.core.manifest import Head, dump
 from deltawire.replica import Replica
@@ -143,13 +142,22 @@ def test_an_idle_poll_is_one_request(long: Long) -> None:
     live = copy(long.weights[COUNT - 1])
     replica = Replica(counting, heartbeat=0)
     replica.sync(live)
-    watcher = Watcher(counting, poll=1.0, stop=threading.Event())
-    for idle in range(1, 10):
+    counting.reset()
+    stop, polls = threading.Event(), 0
+
+    def pin() -> None:
+        """Before each poll: what the last one cost."""
+        nonlocal polls
+        assert counting.requests == ({"get_if_changed": 1} if polls else {}), polls
+        # almost nothing comes over the wire, once the head has been seen
+        assert counting.bytes_in == 0 or polls == 1
         counting.reset()
-        assert replica._next(live, False, watcher) is None
-        assert counting.requests == {"get_if_changed": 1}, idle
-        # and almost nothing comes over the wire, once the head has been seen
-        assert counting.bytes_in == 0 or idle == 1
+        polls += 1
+        if polls == 10:
+            stop.set()
+
+    assert [*replica.follow(live, poll=0, stop=stop, pin=pin)] == []
+    assert polls == 10
 
 
 def test_an_idle_follower(long: Long) -> None:
@@ -158,20 +166,18 @@ def test_an_idle_follower(long: Long) -> None:
     live = copy(long.weights[COUNT - 1])
     stop = threading.Event()
     replica = Replica(counting, heartbeat=0)
-    follower = replica.follow(live, poll=0, stop=stop)
-    assert next(follower) == COUNT - 1
-    counting.reset()
     polls = 0
-    inner = replica._next
 
-    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def pin() -> None:
         nonlocal polls
         polls += 1
         if polls == 1000:
             stop.set()
-        return inner(*args, **kwargs)
 
-    replica._next = counted  # type: ignore[method-assign]
+    follower = replica.follow(live, poll=0, stop=stop, pin=pin)
+    assert next(follower) == COUNT - 1
+    counting.reset()
+    polls = 0
     assert [*follower] == []
     assert counting.requests.total() == polls == 1000
     assert 0 < counting.requests["get"] < 100
@@ -185,8 +191,7 @@ def test_taking_the_next_version(long: Long) -> None:
     replica = Replica(counting, heartbeat=0)
     replica.sync(live, COUNT - 2)
     counting.reset()
-    assert replica._next(live, False, Watcher(counting, poll=1.0, stop=threading.Event())) == COUNT - 1
-    replica.sync(live, COUNT - 1)
+    assert next(replica.follow(live)) == COUNT - 1
     assert counting.requests.total() == 3
     assert same(live, long.weights[COUNT - 1])
 

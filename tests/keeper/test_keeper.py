@@ -146,11 +146,12 @@ class Dying:
 
 
 def test_killed_at_any_write_and_restarted(kept: Kept) -> None:
+    # the last one is dead: do not wait until that shows
+    options = replace(OPTIONS, lease_s=-1.0)
     lives = 0
     while True:
         lives += 1
-        keeper = Keeper(Dying(kept.store, 7 + 9 * lives), OPTIONS, id=f"life-{lives}")  # type: ignore[arg-type]
-        keeper._lease._lease_s = -1.0  # the last one is dead: do not wait until that shows
+        keeper = Keeper(Dying(kept.store, 7 + 9 * lives), options, id=f"life-{lives}")  # type: ignore[arg-type]
         try:
             list(keeper.once())
             break
