@@ -10,7 +10,7 @@ import pytest
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.bucket.versions import set_tag, tagged
+from deltawire.bucket.versions import delete_tag, set_tag, tagged, tags
 from deltawire.core import keys
 from deltawire.core.errors import RunReplaced, StoreUnavailable
 from deltawire.core.manifest import dump
@@ -66,7 +66,7 @@ def test_a_mirror_is_the_same_run(kept: Kept) -> None:
     assert is_a_copy(store, kept)
 
 
-def test_a_tag_that_moves_moves_in_a_mirror_and_nothing_else_is_copied_twice(kept: Kept) -> None:
+def test_tags_move_and_go_in_a_mirror_and_nothing_else_is_copied_twice(kept: Kept) -> None:
     set_tag(kept.run, 7, "best")
     counting = CountingStore(empty())
     mirror = Mirror(kept.run, counting)
@@ -80,6 +80,15 @@ def test_a_tag_that_moves_moves_in_a_mirror_and_nothing_else_is_copied_twice(kep
     # the tag and the index
     assert counting.requests["put"] == 2
     assert is_a_copy(counting, kept)
+    # else it would keep its version from being pruned there; whoever goes on with the mirror knows of it too
+    set_tag(kept.run, 3, "other")
+    mirror.update(LAST)
+    delete_tag(kept.run, "best")
+    Mirror(kept.run, counting).update(LAST)
+    assert {name: tag.version for name, tag in tags(Run.open(counting)).items()} == {"other": 3}
+    delete_tag(kept.run, "other")
+    Mirror(kept.run, counting).update(LAST)
+    assert tags(Run.open(counting)) == {}
 
 
 def test_a_mirror_goes_on_where_it_was_interrupted(kept: Kept) -> None:

@@ -101,9 +101,12 @@ class Mirror:
         self._mark(((first, last) for first, last in pruned.versions if last < newest), spare=bool(self.damaged))
         if count or self.copy.head_hint() != newest:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
-        for item in self._run.store.list(keys.TAGS):
-            if keys.tag_name(item.key) is not None:
-                self._small(item.key, again=True)
+        tags = [item.key for item in self._run.store.list(keys.TAGS) if keys.tag_name(item.key) is not None]
+        for key in tags:
+            self._small(key, again=True)
+        for key in [key for key in self._sizes if keys.tag_name(key) is not None and key not in tags]:
+            self.store.delete(key)
+            del self._sizes[key]
         if rule is not None:
             plan = prune(self.copy, rule)
             for item in (*plan.data, *plan.files):
