@@ -427,6 +427,11 @@ def test_a_hub_without_events(hub: HubStandIn, store: HubStore, monkeypatch: pyt
     monkeypatch.setattr(hub, "announces", False)
     with pytest.raises(Unsupported):
         list(store.announcements(threading.Event()))
+    # 501 is a server that will never do it, 502 one that may
+    for status, kind in ((501, Unsupported), (502, StoreUnavailable)):
+        hub.faults.add(Fault("GET .*/events", status=status))
+        with pytest.raises(kind):
+            list(store.announcements(threading.Event()))
     hub.faults.add(Fault("GET .*/events", status=429, retry_after=3))
     with pytest.raises(StoreUnavailable) as caught:
         list(store.announcements(threading.Event()))
