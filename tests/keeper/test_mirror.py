@@ -174,6 +174,8 @@ def test_pages_of_history_whose_versions_were_pruned_are_copied() -> None:
 def test_a_mirror_that_is_behind_a_pruned_run_is_readable_all_the_time(kept: Kept) -> None:
     store = empty()
     Mirror(kept.run, store).update(10)
+    # versions in the middle stay
+    set_tag(kept.run, 20, "best")
     prune(kept.run, Retention(last=4, grace=0))
     joined = []
 
@@ -185,6 +187,10 @@ def test_a_mirror_that_is_behind_a_pruned_run_is_readable_all_the_time(kept: Kep
 
             def write(*arguments: object) -> None:
                 found(*arguments)
+                run = Run.open(store)
+                # a version is there or is marked
+                there, pruned = run.listed(), run.pruned()
+                assert [v for v in range(there[-1]) if v not in there and v not in pruned] == []
                 with Replica(store, heartbeat=0) as replica:
                     joined.append(replica.sync(kept.blank()))
 
