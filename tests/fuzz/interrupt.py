@@ -532,9 +532,7 @@ def run_case(kind: str, seed: int, number: int, folder: Path) -> dict[str, Any]:
 
 def fuzz(minutes: float, seed: int, kinds: list[str], number: int | None, most: int) -> dict[str, Any]:
     """Cases of all kinds in turn until the time is over or `most` findings are there."""
-    began = told = time.monotonic()
-    end = began + 60 * minutes
-    lease.SETTLE_S, are_loaded = 0.0, False
+    lease.SETTLE_S, are_loaded, began = 0.0, False, time.monotonic()
     tallies = {kind: Counter[str](cases=0, signals=0, interrupted=0, wrong=0, hung=0) for kind in kinds or CASES}
     findings: list[dict[str, Any]] = []
     spent = dict.fromkeys(tallies, 0.0)
@@ -545,10 +543,13 @@ def fuzz(minutes: float, seed: int, kinds: list[str], number: int | None, most: 
     ):
         preparing = Process(lambda: prepare(Path(folder)))
         require(preparing.ended(3 * LIMIT_S) == 0, preparing.said())
+        began = told = time.monotonic()
+        end = began + 60 * minutes
         while time.monotonic() < end and len(findings) < most:
             if not are_loaded and time.monotonic() > end - 30 * minutes:
+                clock = time.monotonic()
                 load_kernels(Path(folder))
-                are_loaded = True
+                end, are_loaded = end + time.monotonic() - clock, True
             # as much time for each
             kind, clock = min(spent, key=spent.__getitem__), time.monotonic()
             tally = tallies[kind]
