@@ -5,7 +5,7 @@
 
 Five ways to move the same versions:
 
-    deltas, mirrors, caches    a keeper copies objects to a bucket in every region; each site has a `deltawire cache`
+    deltas, mirrors, caches    a keeper copies objects to a bucket in every region; each site has an nginx that caches
     deltas, mirrors            the same without caches
     deltas, one bucket         all replicas read the trainer's bucket
     full, mirrors              full weights every time

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .core.state import State
     from .core.ulps import Histogram
     from .derive.deriver import Deriver, recompute
-    from .engines.cache_server import CacheServer
     from .keeper.keeper import Keeper, KeeperOptions, KeptVersion
     from .models import ModelView
     from .replica import Replica
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from .trainer import Published, Publisher, PublishHandle, adapter, merged
 
 __all__ = [
-    "CacheServer",
     "Change",
     "Checkpoint",
     "Contents",
@@ -112,7 +110,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CacheServer": "engines.cache_server",
     "Change": "core.change",
     "Checkpoint": "core.full",
     "Contents": "core.describe",

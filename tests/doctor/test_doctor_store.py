@@ -163,13 +163,13 @@ def test_a_cache_in_a_folder_is_tried_and_left_as_it_was(
     assert "replicas will fetch for themselves" in found.detail
 
 
-def test_a_cache_of_the_site_is_not_taken_for_a_folder(
+def test_an_address_is_no_folder_for_a_cache(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("DELTAWIRE_CACHE", "http://10.0.0.5:8330")
     (found,) = (finding for finding in examine(store).findings if finding.check == "cache")
-    assert found.verdict == "ok"
-    assert "10.0.0.5:8330" in found.detail
+    assert found.verdict == "failed"
+    assert "it is a folder of this host" in found.detail
     assert [*(tmp_path / "here").iterdir()] == []

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from ..core.errors import Misconfigured
 from ..core.manifest import Blob, File
 from ..core.parallel import default_threads
 from ..core.settings import gigabytes
 from ..store import Store
-from .neighbour import Neighbour, is_address, neighbour
 
 log = logging.getLogger("deltawire")
 
@@ -154,17 +154,23 @@ class Cache:
                 total -= size
 
 
-def shared_cache(store: Store) -> Cache | Neighbour | None:
-    """Return the cache that DELTAWIRE_CACHE names: a folder of this host, or a server of this site.
-
-    None for a store in a folder, which would only be copied. Raises Misconfigured for an invalid address.
-    """
-    named = os.environ.get("DELTAWIRE_CACHE", "")
-    if not named or store.url.startswith("file:"):
+def shared_cache(store: Store) -> Cache | None:
+    """Return the cache that DELTAWIRE_CACHE names; None for a store in a folder, which would only be copied."""
+    folder = cache_folder()
+    if folder is None or store.url.startswith("file:"):
         return None
-    if is_address(named):
-        return neighbour(named, os.environ.get("DELTAWIRE_CACHE_TOKEN", "").strip() or None)
-    return Cache(Path(named).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
+    return Cache(folder, gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
+
+
+def cache_folder() -> Path | None:
+    """Return the folder that DELTAWIRE_CACHE names; None where it is not set. Raises Misconfigured for an address."""
+    named = os.environ.get("DELTAWIRE_CACHE", "")
+    if "://" in named:
+        raise Misconfigured(
+            f"DELTAWIRE_CACHE is {named.partition('://')[0][:20]}://…: it is a folder of this host. The servers of a "
+            "site share a proxy: read the run from its address (docs/https.md)"
+        )
+    return Path(named).expanduser() if named else None
 
 
 def hash_of(handle: int) -> str:

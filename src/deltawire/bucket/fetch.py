@@ -20,8 +20,7 @@ from ..core.parallel import for_each
 from ..core.temporary import spooling
 from ..store import Store
 from ..store.base import Settling
-from .cache import Cache, hash_of, shared_cache
-from .neighbour import Neighbour
+from .cache import hash_of, shared_cache
 
 SMALL = 1 << 20
 """Bytes of an object that Python itself may copy. It holds its lock meanwhile, for which the threads of a server wait:
@@ -57,11 +56,10 @@ class FetchedObject:
             start, length = start + len(data), length - len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def chunks(self, length: int | None = None) -> Iterator[bytes]:
-        """Yield all bytes, `length` at a time, or a few megabytes."""
-        length = length or PART
-        for start in range(0, self.size, length):
-            yield self.read(start, min(length, self.size - start))
+    def chunks(self) -> Iterator[bytes]:
+        """Yield all bytes, a few megabytes at a time."""
+        for start in range(0, self.size, PART):
+            yield self.read(start, min(PART, self.size - start))
 
     def write(self, start: int, data: bytes) -> None:
         if self._descriptor < 0:
@@ -95,23 +93,15 @@ class FetchedObject:
 
 
 def fetch(
-    store: Store,
-    blob: Blob | File,
-    progress: Progress | None = None,
-    *,
-    shared: bool = True,
-    one_of: int = 1,
-    cache: Cache | None = None,
+    store: Store, blob: Blob | File, progress: Progress | None = None, *, shared: bool = True, one_of: int = 1
 ) -> FetchedObject:
     """Fetch the object that a manifest names. Raises HashMismatch if it is not that object.
 
-    shared   allow the cache of this host or site, if there is one (cache.py, neighbour.py)
+    shared   allow the cache of this host, if there is one (cache.py)
     one_of   number of objects fetched and kept open at the same time: they share memory and connections
-    cache    use this cache, and no other
     """
-    place = cache or (shared_cache(store) if shared else None)
-    neighbour = place if isinstance(place, Neighbour) else None
-    if isinstance(place, Cache):
+    cache = shared_cache(store) if shared else None
+    if cache is not None:
         moved = False
 
         def download(descriptor: int) -> None:
@@ -119,7 +109,7 @@ def fetch(
             moved = True
             _download(store, blob, FetchedObject(blob.size, descriptor), progress, one_of)
 
-        descriptor = place.obtain(blob, download)
+        descriptor = cache.obtain(blob, download)
         if descriptor is not None:
             if progress and not moved:
                 progress(blob.size)
@@ -129,9 +119,9 @@ def fetch(
     if blob.size <= IN_MEMORY // one_of:
         descriptor = _file_in_memory() if blob.size > SMALL else -1
         fetched = FetchedObject(blob.size, descriptor, in_memory=True)
-        return _download_or_close(store, blob, fetched, progress, one_of, neighbour)
+        return _download_or_close(store, blob, fetched, progress, one_of)
     with spooling(f"the {blob.size:,} bytes of {blob.key}"):
-        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of, neighbour)
+        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of)
 
 
 def _file_in_memory() -> int:
@@ -149,22 +139,9 @@ def _temporary() -> int:
 
 
 def _download_or_close(
-    store: Store,
-    blob: Blob | File,
-    into: FetchedObject,
-    progress: Progress | None,
-    one_of: int,
-    neighbour: Neighbour | None,
+    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, one_of: int
 ) -> FetchedObject:
     try:
-        if neighbour is not None and neighbour.read(blob, into.write):
-            clock = time.perf_counter()
-            if into.hash() == blob.hash:
-                into.hashing_s = time.perf_counter() - clock
-                if progress:
-                    progress(blob.size)
-                return into
-            neighbour.failed(f"what it sent for {blob.key} has another hash")
         return _download(store, blob, into, progress, one_of)
     except BaseException:
         into.close()

@@ -132,7 +132,6 @@ COMMANDS = {
     "env": "deltawire_wordle.env_command",
     "log": "deltawire.cli.log",
     "fleet": "deltawire.cli.fleet",
-    "cache": "deltawire.cli.cache",
     "dash": "deltawire.cli.dash",
     "show": "deltawire.cli.show",
     "tag": "deltawire.cli.tag",
