@@ -107,7 +107,6 @@ API = {
         "deltawire.KeeperOptions",
         "deltawire.KeptVersion",
         "deltawire.Deriver",
-        "deltawire.CacheServer",
         "deltawire.costs",
     ),
     "Signatures": ("deltawire.SigningKey", "deltawire.Trust", "deltawire.delegate"),

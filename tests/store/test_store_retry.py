@@ -131,7 +131,7 @@ def test_a_store_that_says_how_long(memory: ObjectStore) -> None:
     time = Time()
     with pytest.raises(StoreUnavailable) as caught:
         patient(Busy(memory), time, attempts=3, first_delay_s=0.1).get("key")
-    assert all(7.0 <= slept <= 7.2 for slept in time.slept)
+    assert all(7.0 <= slept <= 9.0 for slept in time.slept)
     assert len(time.slept) == 2
     assert caught.value.retry_after == 7.0, "whoever waits above knows it too"
     time = Time()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..core import keys
 from ..core.added import AddedIndex, AddedLink, AddedPage, parse_index, parse_page
-from ..core.errors import DeltawireError, ObjectNotFound, ObjectTooLarge, StoreUnavailable
+from ..core.errors import DeltawireError, ObjectNotFound, ObjectTooLarge, StoreUnavailable, Unsupported
 from ..core.manifest import Link
 from ..core.parallel import ordered_map
 from ..store import ObjectInfo
@@ -86,9 +86,11 @@ class AddedLinks:
         return self._remember([*index.recent, *anchor, *self._read(index.pages, first, last)], first, last)
 
     def listed(self) -> list[AddedLink]:
-        """Return the links of all pages that are in the bucket, whatever the index says."""
+        """Return the links of all pages that are in the bucket, whatever the index says; none without listings."""
         try:
             pages = self.pages(self._run.store.list(keys.ADDED_PAGES))
+        except Unsupported:
+            return []
         except ObjectTooLarge as error:
             log.warning("ignoring the added links: %s", error)
             return []

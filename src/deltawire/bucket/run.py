@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -23,12 +23,13 @@ from ..core.errors import (
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
-    PermissionDenied,
     RolledBack,
     RunNotFound,
     RunReplaced,
     SchemaMismatch,
     StoreError,
+    StoreUnavailable,
+    Unsupported,
     VersionNotFound,
 )
 from ..core.manifest import (
@@ -162,6 +163,8 @@ class Run:
                 raise RunNotFound(
                     f"there is no run at {store.url}: publish to it first, or check the address"
                 ) from None
+            if trusted is None:
+                _warn_of_unsigned(store)
             run = cls(store, parse_run(found.data, limit), found.etag, trusted)
             if trusted is not None and isinstance(store, MirroredStore):
                 # which bucket has the run that is meant, only its signatures tell
@@ -337,7 +340,8 @@ class Run:
         manifest is missed; one above the newest has neither. Hence "is there or was pruned" holds up to the
         newest version and nowhere above it: a search that doubles its stride and then halves the gap finds the last
         version for which it holds. Prune never takes the newest one, so that version has a manifest. Where it has none,
-        pruned.json is wrong, and the manifests are listed.
+        pruned.json is wrong, and the manifests are listed. A store without listings is searched from the first version
+        on where head is wrong, and where pruned.json is too, head decides.
 
         Raises RolledBack if a signed run ends before a version that was seen here.
         """
@@ -346,7 +350,7 @@ class Run:
     def _find_newest(self) -> int | None:
         found = self.head_hint()
         if found is None or not self.exists(found):
-            found = max(self.listed(), default=None)
+            found = self._newest_listed(-1)
         if found is not None:
             low, stride = found, 1
             # a head that did not fall behind what was found before is right or a little late: nothing is pruned between
@@ -357,11 +361,19 @@ class Run:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.exists(middle) or middle in self.pruned() else (low, middle)
-            found = low if self.exists(low) else max(self.listed(), default=None)
+            found = low if self.exists(low) else self._newest_listed(found)
+            found = None if found == -1 else found
             self._newest = -1 if found is None else found
         if self.trust is not None:
             self.trust.check_newest(found)
         return found
+
+    def _newest_listed(self, otherwise: int) -> int | None:
+        """Return the newest version by a listing; `otherwise` where the store has none."""
+        try:
+            return max(self.listed(), default=None)
+        except Unsupported:
+            return otherwise
 
     def head_hint(self) -> int | None:
         """Return the version that head.json names; None if it is missing, unreadable or invalid."""
@@ -536,6 +548,26 @@ class Run:
             self.store.delete(keys.CLOCK)
 
 
+_unsigned: set[str] = set()
+"""Addresses of which `_warn_of_unsigned` has said what there is to say."""
+
+
+def _warn_of_unsigned(store: Store) -> None:
+    """Warn once of an address on the web that is read without a trusted key."""
+    url = next((url for url in (store.urls if isinstance(store, MirroredStore) else [store.url]) if _is_web(url)), None)
+    if url is not None and url not in _unsigned:
+        _unsigned.add(url)
+        log.warning(
+            "%s is read without a trusted key: whoever serves that address decides what the weights are. Sign the run, "
+            "and name its public key (--trust, DELTAWIRE_TRUST; docs/signed.md)",
+            url,
+        )
+
+
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
 def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore], object]) -> T:
     """Do what reads a run. Where it fails because of what is in a bucket, do it once more with each other bucket.
 
@@ -551,8 +583,8 @@ def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore
                 for url, error in failures.items():
                     log.warning("%s cannot be used for now: %s", url, error)
                 return done
-            except (*DAMAGE, PermissionDenied) as error:
-                if error.everywhere:
+            except (*DAMAGE, StoreError) as error:
+                if error.everywhere or isinstance(error, StoreUnavailable):
                     raise
                 failures.setdefault(store.current.url, error)
                 leave(store)
@@ -607,14 +639,16 @@ class _Past:
 
     A page that ends at E contains what the manifest before E and the pages before it contain together: so where a page
     is lost, the newest manifest below its end is read, and the pages that lead on from there. The bucket is listed
-    first, once, so that nothing missing is requested, however large a number a hostile manifest has.
+    first, once, so that nothing missing is requested, however large a number a hostile manifest has. Where it cannot be
+    listed, what is missing is requested too, within the same limit.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._room = keys.LIMITS[keys.HISTORY]
         self._reads = LOST_MANIFESTS
-        self._listing: tuple[list[int], set[str]] | None = None
+        self._listing: tuple[Sequence[int], set[str] | None] | None = None
+        """Versions in ascending order, and the keys of pages; None where those are unknown."""
 
     def before(self, version: int, since: int) -> Iterator[Summary]:
         """Yield the versions from `since` to the last multiple of 16 up to `version`."""
@@ -627,7 +661,7 @@ class _Past:
 
     def _page(self, end: int) -> history.Page | None:
         key = keys.history(end)
-        if self._listing is not None and key not in self._listing[1]:
+        if self._listing is not None and self._listing[1] is not None and key not in self._listing[1]:
             return None
         try:
             data = self._run.store.get(key, limit=self._room).data
@@ -640,8 +674,7 @@ class _Past:
     def _lost(self, first: int, end: int) -> Iterator[Summary]:
         """Yield the versions from `first` up to, not including, `end`."""
         if self._listing is None:
-            pages = {item.key for item in self._run.store.list(keys.HISTORY)}
-            self._listing = self._run.listed(), pages
+            self._listing = self._list()
         listed = self._listing[0]
         while (at := bisect_left(listed, end) - 1) >= 0 and (version := listed[at]) >= first:
             if not self._reads:
@@ -658,3 +691,10 @@ class _Past:
             yield from (*manifest.recent, manifest.summary())
             yield from self.before(version, first)
             return
+
+    def _list(self) -> tuple[Sequence[int], set[str] | None]:
+        try:
+            pages = {item.key for item in self._run.store.list(keys.HISTORY)}
+            return self._run.listed(), pages
+        except Unsupported:
+            return range(keys.MAX_VERSION), None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
 from ..core import keys
-from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
+from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, Unsupported, VersionNotFound
 from ..core.manifest import Tag, dump, now
 from ..core.parallel import REQUESTS, ordered_map
 from ..store import Store
@@ -139,7 +140,9 @@ def existing(run: Run) -> str:
     oldest = next((last + 1 for first, last in pruned.versions if first == 0), 0)
     gaps = any(first > oldest for first, _ in pruned.versions)
     span = f"it has version {newest}" if oldest == newest else f"it has versions {oldest} to {newest}"
-    found = ", ".join(sorted(tags(run))[:10])
+    found = ""
+    with suppress(Unsupported):  # tags are listed
+        found = ", ".join(sorted(tags(run))[:10])
     return span + (" (some between were pruned)" if gaps else "") + (f" and the tags {found}" if found else "")
 
 

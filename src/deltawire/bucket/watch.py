@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..core import keys
 from ..core.errors import (
+    DeltawireError,
     ForeignObject,
     ObjectTooLarge,
     RunNotFound,
@@ -49,6 +50,9 @@ _LISTENING_S = 30.0
 
 _HURRY_S = 0.25
 """Most seconds between two looks while somebody waits for a version."""
+
+_REST_S = 300.0
+"""Most seconds that a store is left alone because it asked for it."""
 
 _SILENCE_S = (1.0, 60.0)
 """Delays before the first attempt to listen again and, at most, between later ones."""
@@ -95,6 +99,7 @@ def watch(
                 waits = True
             except StoreUnavailable as error:
                 log.warning("cannot look for new versions, retrying: %s", error)
+                watcher.failed(error)
             watcher.wait()
 
 
@@ -150,6 +155,8 @@ class Watcher:
         self._headless = False
         self._looked = False
         self._idle = 0
+        self._rests_until = 0.0
+        """No look before, by the monotonic clock."""
         self._announced = threading.Event()
         self._listening = False
         self._ended = threading.Event()
@@ -180,9 +187,12 @@ class Watcher:
         self._idle = self._idle + 1 if newest == known else 0
         return newest
 
-    def forget(self) -> None:
-        """Read head again at the next look: the version it named could not be used, and may be there now."""
+    def failed(self, error: DeltawireError) -> None:
+        """Read head again at the next look, since the version that it named may be there by then. If the store asked to
+        be left alone, the next look waits so long, and a little longer: not all clients come back at once."""
         self._etag = None
+        if isinstance(error, StoreUnavailable) and error.retry_after:
+            self._rests_until = time.monotonic() + min(error.retry_after, _REST_S) * random.uniform(1.0, 1.25)
 
     def _look(self, run: Run, known: int) -> int:
         try:
@@ -218,7 +228,11 @@ class Watcher:
 
     def _probe(self, run: Run, known: int) -> int:
         newest = run.newest() if run.exists(known + 1) else None
-        return known if newest is None else max(newest, known)
+        if newest is None or newest <= known:
+            return known
+        # head did not tell of it: of some servers its ETag never changes
+        self._etag = None
+        return newest
 
     def _check_run(self, run: Run, known: int) -> int:
         """Raise RunReplaced if the address has another run than the one that was opened, RolledBack if less of it."""
@@ -245,6 +259,9 @@ class Watcher:
         event = self._announced if self._listener is not None and self._listener.is_alive() else self._stop
         begun = time.monotonic()
         while not self._stop.is_set():
+            if (rest := self._rests_until - time.monotonic()) > 0:
+                self._stop.wait(min(rest, _SLICE_S))
+                continue
             # in each round: the store may stop announcing meanwhile, or somebody wait
             patience = max(pause, min(10 * self._poll, _LISTENING_S)) if self._listening else pause
             if self._hurry():

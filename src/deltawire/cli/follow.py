@@ -35,6 +35,13 @@ def command(
     trust: ui.TrustOption = None,
     refuse_delegated: ui.RefuseDelegatedOption = False,
     id: ui.NameOption = None,
+    heartbeats: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="The run's bucket, for heartbeats, if RUN takes none (https://); else DELTAWIRE_HEARTBEATS.",
+        ),
+    ] = None,
     json: ui.JsonOption = False,
 ) -> None:
     """Follow a run: keep a checkpoint folder current, run a command per version.
@@ -73,7 +80,12 @@ def command(
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
         replica = dw.Replica(
-            run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trusted
+            run,
+            id=id,
+            reference=reference,
+            heartbeat=0 if once and id is None else 10.0,
+            heartbeats=heartbeats or os.environ.get("DELTAWIRE_HEARTBEATS") or None,
+            trust=trusted,
         )
     except ValueError as error:
         raise BadParameter(str(error), param_hint="--id") from None

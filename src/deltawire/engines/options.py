@@ -75,6 +75,8 @@ class ServerOptions:
     """Go to every new version; otherwise catch up at start, then wait to be told."""
     heartbeat: float = option(10.0, variable="DELTAWIRE_HEARTBEAT", least=0)
     """Seconds between heartbeats in the bucket; 0: none."""
+    heartbeats: str = option("", variable="DELTAWIRE_HEARTBEATS", panel=FLOW, value="URL")
+    """The run's bucket, for heartbeats, if the run is read from an address that takes none (https://)."""
     kv: Kv | None = option(None, variable="DELTAWIRE_KV", panel=FLOW)
     """Keys and values of the old weights. version: running requests keep theirs, and no other request finds them.
     clear: all are dropped. keep: all requests find them. By default clear, with vLLM and SGLang version."""

@@ -199,7 +199,7 @@ class Keeper:
                     raise
                 except errors.DeltawireError as error:
                     self._note("loop", f"retrying: {error}")
-                    watcher.forget()
+                    watcher.failed(error)
                 self.replica.beat()
                 watcher.wait()
 

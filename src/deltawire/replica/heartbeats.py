@@ -11,7 +11,7 @@ import msgspec
 
 from ..bucket.addresses import checked_address
 from ..core import keys
-from ..core.errors import PermissionDenied, StoreError
+from ..core.errors import PermissionDenied, StoreError, Unsupported
 from ..core.manifest import Heartbeat, SyncRecord, dump, now, ranges_of
 from ..store import Store
 
@@ -93,10 +93,16 @@ class Heartbeats:
                 if self._is_due(every, force) and (status := self._status()) is not None:
                     self._beat_at = now()
                     self._store.put(keys.replica(self.id), self._made(*status, error or self.note))
-        except PermissionDenied as trouble:
+        except (PermissionDenied, Unsupported) as trouble:
             # a replica only needs to read; warn once
             level = logging.DEBUG if self._may_not_beat else logging.WARNING
-            log.log(level, "%s sends no heartbeats, so prune and log do not see it: %s", self.id, trouble)
+            log.log(
+                level,
+                "%s sends no heartbeats, so log does not see it, and prune leaves what it reads for its grace period "
+                "alone: %s",
+                self.id,
+                trouble,
+            )
             self._may_not_beat = True
         except StoreError as trouble:
             log.debug("no heartbeat: %s", trouble)

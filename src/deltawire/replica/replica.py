@@ -90,6 +90,8 @@ class Replica:
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
+    heartbeats  bucket of the run, for heartbeats, where the run is read from an address that takes none (https://); by
+                default that which it is read from
     address     where clients reach the server of these weights, host:port, for the heartbeat
     reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
@@ -109,6 +111,7 @@ class Replica:
         id: str | None = None,
         prove: bool = True,
         heartbeat: float = 10.0,
+        heartbeats: str | Path | Store | None = None,
         address: str = "",
         reference: str | Path | None = None,
         max_model_gb: float | None = None,
@@ -123,7 +126,8 @@ class Replica:
         # a wrong setting is an error now, not with every version
         shared_cache(self._store)
         name = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.heartbeats = Heartbeats(self._store, name, heartbeat, address, self._status)
+        beats = self._store if heartbeats is None else open_store(address_only(heartbeats))
+        self.heartbeats = Heartbeats(beats, name, heartbeat, address, self._status)
         """What the bucket is told of this replica."""
         self._trust, self._max_model_gb = Trust.of(trust, refuse_delegated), max_model_gb
         self._resolve = resolver(reference)
@@ -330,7 +334,7 @@ class Replica:
                 log.warning("%s: skipping version %d, which cannot be reached", self.id, want)
             if want is not None and isinstance(error, VersionRefused):
                 failures.refuse(want, error)
-            watcher.forget()
+            watcher.failed(error)
             self.heartbeats.beat(str(error))
         except Exception as error:
             failures.trouble = f"{type(error).__name__}: {error}"

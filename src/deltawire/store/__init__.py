@@ -6,6 +6,7 @@
     gs://bucket/run                Google Cloud Storage
     az://container/run             Azure Blob Storage
     hf://buckets/me/name/run       a Hugging Face bucket, with the `hub` extra
+    https://cdn.example/run        a CDN or a proxy in front of a bucket, only to read; http:// in a private network
 
 Several addresses of the same run, with commas between them, are read as one: the first that answers (mirrored.py).
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltawire.core.errors import BadURL
+from deltawire.store import http
 from deltawire.store.base import (
     Announcing,
     Browsing,
@@ -36,6 +38,7 @@ from deltawire.store.base import (
     check_range,
     check_size,
 )
+from deltawire.store.http import HttpStore
 from deltawire.store.hub import HubStore
 from deltawire.store.local import LocalStore
 from deltawire.store.mirrored import MirroredStore
@@ -47,6 +50,7 @@ __all__ = [
     "Browsing",
     "Chunks",
     "Fetched",
+    "HttpStore",
     "HubStore",
     "Level",
     "LocalStore",
@@ -64,7 +68,7 @@ __all__ = [
     "open_store",
 ]
 
-_SCHEMES = sorted(("file", "hf", *SCHEMES))
+_SCHEMES = sorted(("file", "hf", *http.SCHEMES, *SCHEMES))
 _ANOTHER = re.compile(r",(?=[a-z0-9]+://)")
 """Between two addresses. A comma that no address follows is part of a name."""
 
@@ -110,6 +114,8 @@ def _open(where: str) -> Store:
     where = name + where[len(name) :]
     if name == "hf":
         return HubStore.from_url(where)
+    if name in http.SCHEMES:
+        return HttpStore(where)
     return LocalStore(_file_path(where)) if name == "file" else ObjectStore.from_url(where)
 
 

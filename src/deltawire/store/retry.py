@@ -170,8 +170,8 @@ class _Attempts:
         ceiling = min(policy._max_delay_s, policy._first_delay_s * 2.0 ** min(self.failures - 1, 60))
         delay = policy._rng.uniform(0.0, ceiling)
         if error.retry_after is not None:
-            # the delay that the server asked for, plus jitter: clients that were told the same must not retry at once
-            delay += error.retry_after
+            # at least the delay that the server asked for: clients that were told the same must not come back at once
+            delay += error.retry_after * policy._rng.uniform(1.0, 1.25)
         spent = policy._clock() - self._started
         if self.failures >= policy._attempts or spent + delay > policy._total_s:
             attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"

@@ -133,6 +133,7 @@ class Endpoint:
             following=config.follow and bool(config.run),
             reference=config.reference,
             heartbeat=config.heartbeat,
+            heartbeats=(config.run and config.heartbeats) or None,
             address=self._address,
             poll=config.poll,
             on_failure=self.end,

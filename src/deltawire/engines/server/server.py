@@ -67,6 +67,7 @@ class RolloutServer:
             pin=pin,
             following=options.follow,
             heartbeat=options.heartbeat,
+            heartbeats=options.heartbeats or None,
             poll=options.poll,
             id=options.id,
             reference=options.reference,
