@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import email.utils
+import ipaddress
 import re
 import ssl
 import threading
@@ -35,6 +37,12 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """The first and the last byte that are asked for."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        return (int(found[1]), int(found[2])) if found else None
+
     def serve(self, key: str, **changed: str) -> None:
         """Answer as a good server does, but for the headers in `changed`."""
         try:
@@ -48,8 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(304, b"", ETag=headers["ETag"])
             return
         data = found.data
-        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            first, last = int(found[1]), min(int(found[2]), len(data) - 1)
+        if self.range is not None:
+            first, last = self.range[0], min(self.range[1], len(data) - 1)
             if first >= len(data):
                 self.answer(416, b"")
                 return
@@ -86,10 +94,14 @@ class WebServer(ThreadingHTTPServer):
         """Requests by key."""
         super().__init__(("127.0.0.1", 0), Handler)
         if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self.present(certificate)
+            self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{self.server_port}/run"
+
+    def present(self, certificate: Path) -> None:
+        """Use another certificate for connections from now on."""
+        self._tls.load_cert_chain(certificate)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone, or does not trust the certificate."""
@@ -106,3 +118,23 @@ def serving(store: Store, certificate: Path | None = None) -> Iterator[WebServer
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def certificate_of(host: str, path: Path) -> Path:
+    """Write a key and a certificate for an IP address that the key itself has signed."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host)])
+    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    path.write_bytes(key.private_bytes(pem, *form) + signed.public_bytes(pem))
+    return path

@@ -23,7 +23,7 @@ from deltawire.core.errors import (
 )
 from deltawire.store import Chunks, HttpStore, ObjectInfo, Retrying, Store, open_store
 from deltawire.testing import StoreTests
-from tests.web import Handler, WebServer, serving
+from tests.web import Handler, WebServer, certificate_of, serving
 
 
 class Behind:
@@ -307,33 +307,8 @@ def test_a_404_of_a_cache_is_asked_for_again(
     assert caplog.text.count("has kept a 404") == 1
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate for 127.0.0.1 that the key itself has signed."""
-    import datetime
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        .sign(key, hashes.SHA256())
-    )
-    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, *form) + signed.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
-
-
-def test_tls(store: Store, server: WebServer, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls(store: Store, server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certificate_of("127.0.0.1", tmp_path / "both.pem")
     store.put("key", b"x" * (3 << 20))
     with serving(store, certificate) as secure:
         with pytest.raises(StoreError, match=r"self.signed.* SSL_CERT_FILE") as refused:
