@@ -29,7 +29,10 @@ from urllib.parse import urlsplit
 import deltawire as dw
 
 from .errors import AlreadyExists, BadURL, DeltawireError, ObjectNotFound, RunNotFound, TruncatedFile, Unsupported
-from .store import Announcing, LocalStore, Store, open_store
+from .store import Announcing, HttpStore, LocalStore, Store, open_store
+
+HEAD = "head.json"
+"""Key of the object that followers poll."""
 
 BIG = 32 << 20
 """Bytes of the object that goes up in parts and comes down in ranges."""
@@ -135,11 +138,13 @@ def _collect(findings: list[Finding], more: Iterable[Finding], tell: Tell | None
 def examine_store(store: Store, tell: Tell | None = None) -> Report:
     """Try everything that a run needs; `tell` is called with each finding.
 
-    What was put there is removed, also on an interrupt.
+    What was put there is removed, also on an interrupt. Over https, where nothing can be put, it tries what a reader
+    needs, with the run that is there.
     """
     trial, findings = _Trial(store), list[Finding]()
+    table = WEB if isinstance(store, HttpStore) else STORE
     try:
-        _collect(findings, _findings(trial, STORE), tell)
+        _collect(findings, _findings(trial, table), tell)
     finally:
         left = trial.clean()
     if left:
@@ -262,10 +267,16 @@ class _Trial:
         return f"{len(found)} objects"
 
     def latency(self) -> str:
+        return self._latency(self.key("small"))
+
+    def looks(self) -> str:
+        return self._latency(HEAD)
+
+    def _latency(self, key: str) -> str:
         times = []
         for _ in range(_LOOKS):
             clock = time.perf_counter()
-            self.store.get_if_changed(self.key("small"), None)
+            self.store.get_if_changed(key, None)
             times.append(time.perf_counter() - clock)
         self.figures["latency_s"] = sorted(times)[_LOOKS // 2]
         return f"{self.figures['latency_s'] * 1e3:.1f} ms for a small read (median of {_LOOKS})"
@@ -365,6 +376,59 @@ class _Trial:
         links = "refused" if run.trust.refuse_delegated else "accepted"
         return f"{said}, signed by {signer}, checked; links of delegated keys are {links}"
 
+    # ── over https ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def revalidated(self) -> str:
+        found = self.store.get(HEAD)
+        if found.etag is None:
+            return "no etags: each look reads head.json whole, which is small"
+        again = self.store.get_if_changed(HEAD, found.etag)
+        changing = again is not None and again.etag != found.etag
+        _must(
+            again is None or changing, "an unchanged head.json came again: conditional requests are ignored", "warning"
+        )
+        return "not modified"
+
+    def current(self) -> str:
+        run = dw.Run.open(self.store)
+        told, newest = run.head_hint(), run.newest()
+        late = f"head.json tells of version {told}, and there is {newest}: a cache keeps it for too long"
+        _must(told is not None and newest is not None and told >= newest, late, "warning")
+        return f"head.json tells of the newest version, {newest}"
+
+    def ranged_objects(self) -> str:
+        run = dw.Run.open(self.store)
+        newest = run.newest()
+        found = [] if newest is None else [blob for link in run.manifest(newest).links for blob in link.objects]
+        if not found:
+            return "no object to try it with"
+        blob = min(found, key=lambda blob: blob.size)
+        first, size = self.store.get_range(blob.key, 0, blob.size), self.store.head(blob.key).size
+        middle = blob.size // 2
+        _must(size == blob.size, f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
+        part = self.store.get_range(blob.key, middle, blob.size - middle)
+        _must(part == first[middle:], "a range of an object has other bytes than the object")
+        try:
+            self.store.get_range(blob.key, middle, blob.size)
+        except TruncatedFile:
+            return "exact, and refused past the end"
+        raise _Said("a range past the end was answered")
+
+    def absent(self) -> str:
+        try:
+            self.store.get(f"versions/{10**17 + secrets.randbelow(10**17)}.json")
+        except ObjectNotFound:
+            return "a 404"
+        raise _Said("an object that does not exist was answered: followers would take it for a version")
+
+
+WEB: Table = (
+    ("", {"extras": _Trial.extras, "cache": _Trial.cache, "run": _Trial.run}),
+    ("run", {
+        "conditional get": _Trial.revalidated, "current": _Trial.current, "ranged read": _Trial.ranged_objects,
+        "absent object": _Trial.absent, "latency": _Trial.looks,
+    }),
+)  # fmt: skip
 
 STORE: Table = (
     ("", {"extras": _Trial.extras, "cache": _Trial.cache, "create": _Trial.create}),

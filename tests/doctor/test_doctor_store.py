@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from deltawire import doctor
+from deltawire.core import keys
 from deltawire.core.errors import PermissionDenied, StoreUnavailable
 from deltawire.doctor import Finding, Report
 from deltawire.doctor import examine_store as examine
-from deltawire.store import Store
+from deltawire.store import HttpStore, Store
 from deltawire.store.base import Chunks, Fetched, ObjectInfo
 from deltawire_wordle.counting import CountingStore
+from support import history, publish
+from tests.web import serving
 
 
 def verdicts(report: Report) -> dict[str, str]:
@@ -163,9 +166,7 @@ def test_a_cache_in_a_folder_is_tried_and_left_as_it_was(
     assert "replicas will fetch for themselves" in found.detail
 
 
-def test_an_address_is_no_folder_for_a_cache(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_is_no_folder_for_a_cache(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("DELTAWIRE_CACHE", "http://10.0.0.5:8330")
@@ -173,3 +174,28 @@ def test_an_address_is_no_folder_for_a_cache(
     assert found.verdict == "failed"
     assert "it is a folder of this host" in found.detail
     assert [*(tmp_path / "here").iterdir()] == []
+
+
+def test_an_address_on_the_web_is_tried_as_a_reader_would(store: Store) -> None:
+    publish(store, history(3))
+    with serving(store) as server:
+        web = HttpStore(server.url)
+        before = [item.key for item in store.list()]
+        report = examine(web)
+        assert report.healthy, report.findings
+        assert {finding.verdict for finding in report.findings} == {"ok"}
+        assert {finding.check for finding in report.findings} >= {
+            "run",
+            "conditional get",
+            "ranged read",
+            "absent object",
+        }
+        assert [item.key for item in store.list()] == before
+        server.fault = lambda handler, key: bool(handler.range) and handler.answer(200, store.get(key).data) is None
+        assert failed(examine(web)) == {"ranged read"}
+        server.fault = lambda handler, key: key == keys.HEAD and handler.answer(200, b"{}") is None
+        (stale,) = [finding for finding in examine(web).findings if finding.check == "current"]
+        assert stale.verdict == "warning"
+        server.fault = lambda handler, key: handler.answer(403, b"") is None
+        assert failed(examine(web)) == {"run"}
+        assert not examine(HttpStore(f"{server.url}/elsewhere")).healthy

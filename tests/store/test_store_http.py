@@ -103,7 +103,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_web_server_cannot_do_says_so(web: HttpStore) -> None:
-    for listing in (lambda: web.list(), lambda: web.list("replicas/")):
+    for listing in (web.list, lambda: web.list("replicas/"), web.folders):
         with pytest.raises(Unsupported, match="has no listings"):
             listing()
     for write in (

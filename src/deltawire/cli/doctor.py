@@ -30,7 +30,8 @@ def command(
 
     Works on any address, whether there is a run or not. Writes a few objects
     named doctor-… beside the run, one of them 32 MiB, and removes them again,
-    also when it is interrupted. Each failure says what to do next.
+    also when it is interrupted. Each failure says what to do next. Of an
+    https:// address it tries what a reader needs, and writes nothing.
 
     With --server it checks a rollout server instead, of any engine, and changes
     nothing: whether the server follows a run (RUN, if given), which version it

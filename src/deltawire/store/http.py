@@ -38,7 +38,7 @@ from deltawire.core.errors import (
 )
 from deltawire.core.settings import switch
 from deltawire.store.aws import is_near
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_key, check_range, check_size, is_transient
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_key, check_range, check_size, is_transient
 
 log = logging.getLogger("deltawire")
 
@@ -161,6 +161,12 @@ class HttpStore:
     # ── what a web server does not have ──────────────────────────────────────────────────────────────────────────────
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        self._refuse_listing()
+
+    def folders(self, prefix: str = "") -> Level:
+        self._refuse_listing()
+
+    def _refuse_listing(self) -> NoReturn:
         raise Unsupported(
             f"{self.url} has no listings, and this needs one: over {self.url.partition(':')[0]} a run can be followed, "
             "served, shown and checked out; for all else name its bucket (s3://…)"
