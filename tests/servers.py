@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -84,16 +83,6 @@ class Server:
             ended = self._process.poll()
             assert ended is None, f"the server ended with {ended}: {self.said[-4000:]}"
             time.sleep(0.2)
-
-    def listens(self) -> None:
-        """Wait until it takes connections."""
-        port = int(self.url.rpartition(":")[2])
-        while True:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
-                return
-            ended = self._process.poll()
-            assert ended is None, f"the server ended with {ended}: {self.said[-4000:]}"
-            time.sleep(0.02)
 
     @property
     def said(self) -> str:

@@ -16,13 +16,13 @@ import pytest
 from deltawire.bucket import fetch
 from deltawire.bucket.run import Run
 from deltawire.core import keys
-from deltawire.core.errors import ObjectNotFound, StoreError, TruncatedFile
+from deltawire.core.errors import DeltawireError, ObjectNotFound, StoreError, TruncatedFile
 from deltawire.replica import Replica
 from deltawire.store import HttpStore, Store
 from deltawire.trainer import Publisher
 from deltawire_wordle.seaweed import SeaweedFS
+from soak.nginx import Nginx, let_read
 from support import Model, blank, heartbeats, history, publish, same
-from tests.nginx import Nginx, in_front_of, open_to_readers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,8 +36,8 @@ def versions() -> list[Model]:
 
 @pytest.fixture(scope="module")
 def proxy(seaweed: SeaweedFS, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
-    open_to_readers(seaweed)
-    with in_front_of(seaweed.endpoint, tmp_path_factory.mktemp("nginx")) as server:
+    let_read(seaweed, "deltawire")
+    with Nginx(tmp_path_factory.mktemp("nginx"), seaweed.ports["s3.port"]) as server:
         yield server
 
 
@@ -155,6 +155,29 @@ def test_a_run_is_followed_by_hash_and_by_key(bucket: Store, url: str, versions:
     assert beat.version == len(versions) - 1
 
 
+def test_a_damaged_object_that_the_proxy_has_kept(bucket: Store, url: str, versions: list[Model]) -> None:
+    with Publisher(bucket, anchor_ratio=1e9) as publisher:
+        publisher.publish(versions[0]).result(60)
+        live, replica = blank(versions[0]), Replica(url, heartbeat=0)
+        replica.sync(live)
+        publisher.publish(versions[1]).result(60)
+        (key,) = [item.key for item in bucket.list(keys.DELTAS)]
+        whole = bucket.get(key).data
+        for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-9]):
+            bucket.put(key, damaged)
+            with pytest.raises(DeltawireError):
+                Replica(url, heartbeat=0).sync(blank(versions[0]))
+            with pytest.raises(DeltawireError):
+                replica.sync(live)
+            assert same(live, versions[0])
+        bucket.put(key, whole)
+        assert replica.sync(live) == 1
+        assert same(live, versions[1])
+        fresh = blank(versions[0])
+        Replica(url, heartbeat=0).sync(fresh)
+        assert same(fresh, versions[1]), "and the proxy has the right one by now"
+
+
 # ── configurations that are wrong ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,11 +204,12 @@ def test_a_proxy_that_is_configured_wrongly(
     works: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    open_to_readers(seaweed)
+    let_read(seaweed, "deltawire")
+    port = seaweed.ports["s3.port"]
     # several ranges for the few bytes of an object
     monkeypatch.setattr(fetch, "PART", 256)
-    with in_front_of(seaweed.endpoint, tmp_path / "nginx", changes) as proxy, Publisher(bucket) as publisher:
-        live, failed = blank(versions[0]), False
+    with Nginx(tmp_path / "nginx", port, changes) as proxy, Publisher(bucket) as publisher:
+        live = blank(versions[0])
         replica = Replica(f"{proxy.url}/{place}", heartbeat=0)
         stop = threading.Event()
         publisher.publish(versions[0]).result(60)
@@ -201,4 +225,3 @@ def test_a_proxy_that_is_configured_wrongly(
             while next(following) < version:
                 pass
             assert same(live, versions[version])
-        assert not failed

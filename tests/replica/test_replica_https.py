@@ -316,6 +316,18 @@ def test_an_etag_that_never_changes(store: Store, server: WebServer, versions: l
             follower.reaches(version)
 
 
+def test_a_damaged_object_that_a_cache_has_kept(store: Store, server: WebServer, versions: list[Model]) -> None:
+    def kept(handler: Handler, key: str) -> bool:
+        return handler.headers.get("Cache-Control") != "no-cache" and other_bits(handler, key)
+
+    server.fault = kept
+    with Publisher(store, anchor_ratio=1e9) as publisher, Follower(hasty(server.url), versions) as follower:
+        for version in range(3):
+            publisher.publish(versions[version]).result(60)
+            follower.reaches(version)
+            assert not follower.replica.trouble
+
+
 def test_a_certificate_that_is_not_trusted_for_a_while(
     store: Store, versions: list[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from ..core.manifest import Blob, File
 from ..core.parallel import for_each
 from ..core.temporary import spooling
 from ..store import Store
-from ..store.base import Settling
+from ..store.base import Cached, Settling
 from .cache import hash_of, shared_cache
 
 SMALL = 1 << 20
@@ -184,4 +184,6 @@ def _download(
         except (HashMismatch, TruncatedFile):
             if repeated:
                 raise
+            if isinstance(store, Cached):
+                store.doubt(blob.key)
             repeated, progress = True, None

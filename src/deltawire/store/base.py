@@ -192,6 +192,15 @@ class Settling(Protocol):
     """Seconds after a put in which others may still get ObjectNotFound."""
 
 
+@runtime_checkable
+class Cached(Protocol):
+    """A store that is read through caches of others, one of which may have kept an object that was damaged."""
+
+    def doubt(self, key: str) -> None:
+        """Read this object past all caches from now on."""
+        ...
+
+
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The rules are the same for every store, so that a run can move between them.
 

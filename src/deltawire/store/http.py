@@ -18,6 +18,7 @@ import re
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ CONNECT_S, SILENT_S, TOTAL_S = 5.0, 60.0, 900.0
 
 _IDLE = 16
 """Connections that are kept open for the next request."""
+
+_DOUBTED = 64
+"""Objects that are read past caches; the latest."""
 
 _READ, _SHORT = 1 << 20, 4 << 10
 _MAX_OFFSET = (1 << 63) - 1
@@ -121,6 +125,7 @@ class HttpStore:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock, self._process = threading.Lock(), os.getpid()
         self._has_warned = False
+        self._doubted: deque[str] = deque(maxlen=_DOUBTED)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,6 +163,9 @@ class HttpStore:
             raise StoreError(f"{self._where(key)}: the answer does not say how large the object is")
         return ObjectInfo(key, int(size), _timestamp(modified) or 0.0, answer.etag)
 
+    def doubt(self, key: str) -> None:
+        self._doubted.append(key)
+
     # ── what a web server does not have ──────────────────────────────────────────────────────────────────────────────
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
@@ -190,6 +198,8 @@ class HttpStore:
     def _ask(self, method: str, key: str, headers: dict[str, str], limit: int | None) -> _Answer:
         """Return an answer that is usable, or raise what it means. A 404 of a cache is asked for once more, past it."""
         fresh = {} if key.startswith(_FOR_EVER) else _FRESH
+        if key in self._doubted:
+            fresh = _PAST_CACHES
         answer = self._once(method, key, headers | fresh, limit)
         if answer.status == 404 and answer.is_kept:
             # whoever keeps a 404 hides what was published since

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, ObjectTooLarge, StoreUnavailable, Unsupported
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Settling, Store
+from deltawire.store.base import Cached, Chunks, Fetched, ObjectInfo, Settling, Store
 
 log = logging.getLogger("deltawire")
 
@@ -108,6 +108,10 @@ class MirroredStore:
 
     def delete(self, key: str) -> None:
         self._refuse()
+
+    def doubt(self, key: str) -> None:
+        if isinstance(self.current, Cached):
+            self.current.doubt(key)
 
     def _refuse(self) -> None:
         raise Unsupported(f"{self.url} and its mirrors are read as one run; to write, name one of the addresses alone")

@@ -13,7 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
-from deltawire.store.base import Announcing, Browsing, Chunks, Fetched, Level, ObjectInfo, Settling, Store, Sweeping
+from deltawire.store.base import (
+    Announcing,
+    Browsing,
+    Cached,
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    Settling,
+    Store,
+    Sweeping,
+)
 
 log = logging.getLogger("deltawire")
 
@@ -127,6 +138,10 @@ class Retrying:
         if not isinstance(self.inner, Announcing):
             raise Unsupported(f"{self.url} does not tell its readers what changed")
         return self.inner.announcements(stop)
+
+    def doubt(self, key: str) -> None:
+        if isinstance(self.inner, Cached):
+            self.inner.doubt(key)
 
     def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
         inner = self.inner

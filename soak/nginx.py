@@ -1,0 +1,132 @@
+"""A real nginx with deploy/nginx/deltawire.conf, in front of a bucket. For the soak, tests and benchmarks."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import boto3
+
+from deltawire_wordle.processes import free_port
+from deltawire_wordle.seaweed import SeaweedFS
+
+CONF = Path(__file__).parents[1] / "deploy/nginx/deltawire.conf"
+
+
+def program() -> str | None:
+    """Path of Debian's nginx; None where there is none."""
+    return shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+
+
+def let_read(seaweed: SeaweedFS, bucket: str) -> None:
+    """Let everybody who reaches the server read the bucket and list it, as a policy for nginx's address would."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=seaweed.endpoint,
+        aws_access_key_id=seaweed.access_key,
+        aws_secret_access_key=seaweed.secret_key,
+        region_name="us-east-1",
+    )
+    allowed = [("s3:GetObject", f"arn:aws:s3:::{bucket}/*"), ("s3:ListBucket", f"arn:aws:s3:::{bucket}")]
+    rules = [{"Effect": "Allow", "Principal": "*", "Action": [what], "Resource": [where]} for what, where in allowed]
+    client.put_bucket_policy(Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": rules}))
+
+
+class Nginx:
+    """An nginx with the configuration that is deployed, but for addresses, folders and what `changes` replaces.
+
+    folder     for its configuration, cache and logs
+    origin     port of the bucket on this machine
+    """
+
+    def __init__(self, folder: Path, origin: int, changes: Mapping[str, str] | None = None) -> None:
+        found = program()
+        if found is None:
+            raise FileNotFoundError("nginx is not here: apt-get install nginx-light")
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        folder.mkdir(parents=True, exist_ok=True)
+        code = CONF.read_text()
+        for printed, meant in {
+            "127.0.0.1:8330": f"127.0.0.1:{self.port}",
+            "127.0.0.1:8333": f"127.0.0.1:{origin}",
+            "/var/cache/nginx/deltawire": str(folder / "cache"),
+            **(changes or {}),
+        }.items():
+            if code.count(printed) != 1:
+                raise ValueError(f"{CONF.name} has {printed!r} {code.count(printed)} times")
+            code = code.replace(printed, meant)
+        temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        lines = [
+            # the folder may be this user's alone
+            f"user {getpass.getuser()};",
+            "daemon off;",
+            f"pid {folder}/nginx.pid;",
+            "events { worker_connections 8192; }",
+            f"error_log {folder}/error.log notice;",
+            "http {",
+            "log_format all '$uri $status $upstream_status';",
+            "log_subrequest on;",
+            f"access_log {folder}/access.log all;",
+            *(f"{name}_temp_path {folder}/{name};" for name in temporary),
+            code,
+            "}",
+        ]
+        (folder / "nginx.conf").write_text("\n".join(lines))
+        with open(folder / "said", "wb") as said:
+            self._process = subprocess.Popen(
+                [found, "-c", str(folder / "nginx.conf"), "-e", f"{folder}/error.log"], stdout=said, stderr=said
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+                return
+            if self._process.poll() is not None:
+                raise RuntimeError(f"nginx has ended: {(self.folder / 'said').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def answers(self) -> list[tuple[str, str, str]]:
+        """Requests, also for slices: path, status, and the origin's status, which is - if the origin was not asked."""
+        lines = (self.folder / "access.log").read_text().splitlines()
+        return [(path, status, above) for path, status, above in (line.rsplit(" ", 2) for line in lines)]
+
+    def at_origin(self) -> Counter[str]:
+        """Number of requests that the origin got, by path."""
+        return Counter(path for path, _, above in self.answers if above != "-")
+
+    def close(self) -> None:
+        """End it, with its workers."""
+        # SIGTERM: the master ends its workers, which a SIGKILL would leave behind
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Nginx:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
