@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=12)
     parser.add_argument("--period", type=float, default=0.25, help="seconds between two publishes")
     parser.add_argument("--pace", type=float, default=2.0, help="mean seconds between two faults")
+    parser.add_argument("--proxy", choices=["nginx"], help="replicas read over HTTP, through this")
     parser.add_argument("--json", type=Path, default=None, help="write the result to this file too")
     parser.add_argument("--keep", type=Path, default=None, help="a folder for logs, kept; else one that is removed")
     arguments = parser.parse_args()
@@ -30,7 +31,11 @@ def main() -> int:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="deltawire-soak-"))
     folder = folder.absolute()
     print(f"seed {seed}, {arguments.replicas} replicas, {arguments.minutes:g} minutes", flush=True)
-    result = soak(Options(folder, seed, arguments.minutes, arguments.replicas, arguments.period, arguments.pace))
+    options = Options(
+        folder, seed, arguments.minutes, arguments.replicas, arguments.period, arguments.pace,
+        proxy=arguments.proxy is not None,
+    )  # fmt: skip
+    result = soak(options)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     _show(result)

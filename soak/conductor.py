@@ -23,6 +23,7 @@ from .adversary import Fault, faults
 from .damage import Undo, Vandal, damage_cache, try_to
 from .disk import Disk
 from .ledger import entries
+from .nginx import WRONG, Nginx, let_read
 from .nursery import Nursery
 from .proxy import Proxy
 from .record import Event, Options, Outcome
@@ -53,7 +54,13 @@ class Conductor:
         self._server.store("soak/bucket").put("made", b"buckets come into being with their first object")
         self._server_is_up = True
         self.trainer_client, self.prune_client = options.replicas, options.replicas + 1
-        self._proxy = Proxy(self._server.ports["s3.port"], options.replicas + 2, self.folder / "logs" / "proxy")
+        bucket = self._server.ports["s3.port"]
+        self._nginx: Nginx | None = None
+        if options.proxy:
+            let_read(self._server, "soak")
+            self._nginx = Nginx(self.folder / "nginx", bucket)
+        read = bucket if self._nginx is None else self._nginx.port
+        self._proxy = Proxy([read] * options.replicas + [bucket] * 2, self.folder / "logs" / "proxy")
         self._nursery = Nursery(self.folder / "logs")
         self._vandal = Vandal(self.direct_store(), self.disk.folder)
         self._pids: dict[int, int] = {}
@@ -83,7 +90,8 @@ class Conductor:
     def environment(self, client: int | None) -> dict[str, str]:
         """What a process needs to find the bucket: through the proxy, or directly."""
         env = dict(self._server.environment)
-        if client is not None:
+        # behind nginx, only the heartbeats of a replica go to the bucket, and those directly
+        if client is not None and (self._nginx is None or client >= self.options.replicas):
             env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{self._proxy.ports[client]}"
         env |= {"AWS_READ_TIMEOUT": "3s", "AWS_TIMEOUT": "10s", "AWS_CONNECT_TIMEOUT": "2s"}
         # a trainer that is started after a kill waits for three renewals of the one before
@@ -117,6 +125,9 @@ class Conductor:
                 "dump": str(self.dump(client)),
                 "stop": str(self.folder / "stop-replicas"),
             }
+            if self._nginx is not None:
+                path = RUN.partition("://")[2]
+                task |= {"run": f"http://127.0.0.1:{self._proxy.ports[client]}/{path}", "heartbeats": RUN}
         self._pids[client] = self._nursery.start(role, task, self.environment(client))
 
     def _prune(self) -> int:
@@ -154,7 +165,7 @@ class Conductor:
             if client not in self._late:
                 self._start(client)
         self._wait_for(lambda: self.newest() >= 3, self.options.deadline, "the first versions")
-        without = frozenset({"fill disk"} if self.disk.why_not else ())
+        without = frozenset({*(["fill disk"] if self.disk.why_not else ()), *(() if self._nginx else ["wrong proxy"])})
         end = time.monotonic() + self.options.minutes * 60
         following = time.monotonic()
         for fault in faults(self.options.seed, self.options.pace, without):
@@ -239,6 +250,11 @@ class Conductor:
             return lambda: self._nursery.signal(pid, signal.SIGKILL)
         if kind == "damage cache":
             return _nothing if damage_cache(self.folder / "cache", dice) else None
+        if kind == "wrong proxy" and self._nginx is not None:
+            event.clients = [*range(self.options.replicas)]
+            event.kind = dice.choice([*WRONG])
+            self._nginx.configure(WRONG[event.kind])
+            return lambda: self._nginx.configure({}) if self._nginx else None
         if kind in ("flip bits", "truncate", "lose object"):
             return self._damage(lambda: self._vandal.overwrite(dice, kind), for_good=dice.random() < 0.3)
         if kind == "rot on disk":
@@ -387,6 +403,8 @@ class Conductor:
     def close(self) -> None:
         self._nursery.close()
         self._proxy.close()
+        if self._nginx is not None:
+            self._nginx.close()
         self._server.close()
         self.disk.close()
 

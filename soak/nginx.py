@@ -22,6 +22,19 @@ from deltawire_wordle.seaweed import SeaweedFS
 CONF = Path(__file__).parents[1] / "deploy/nginx/deltawire.conf"
 
 
+WRONG = {
+    "stale head": {"proxy_cache_valid 200 1s;": "proxy_cache_valid 200 1m;"},
+    "kept 404": {"proxy_cache_valid 200 1m;": "proxy_cache_valid 200 404 3s;"},
+    "compressed": {"gzip off;": "gzip on; gzip_types *; gzip_min_length 1; gzip_proxied any;"},
+    "no ranges": {"proxy_set_header Range $slice_range;": "max_ranges 0;", "        slice 8m;\n": ""},
+    "redirect": {"    if ($request_method": "    return 302 http://elsewhere.invalid$uri;\n    if ($request_method"},
+    "unavailable": {
+        "    if ($request_method": "    add_header Retry-After 2 always; return 503;\n    if ($request_method"
+    },
+}
+"""Ways to configure it wrongly: what of the configuration becomes what."""
+
+
 def program() -> str | None:
     """Path of Debian's nginx; None where there is none."""
     return shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
@@ -52,15 +65,32 @@ class Nginx:
         found = program()
         if found is None:
             raise FileNotFoundError("nginx is not here: apt-get install nginx-light")
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port, self._origin = folder, free_port(), origin
         self.url = f"http://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
-        code = CONF.read_text()
+        self._write(changes or {})
+        with open(folder / "said", "wb") as said:
+            self._process = subprocess.Popen(
+                [found, "-c", str(folder / "nginx.conf"), "-e", f"{folder}/error.log"], stdout=said, stderr=said
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def configure(self, changes: Mapping[str, str]) -> None:
+        """Go on with other changes than those it was started with."""
+        self._write(changes)
+        self._process.send_signal(signal.SIGHUP)
+
+    def _write(self, changes: Mapping[str, str]) -> None:
+        folder, code = self.folder, CONF.read_text()
         for printed, meant in {
             "127.0.0.1:8330": f"127.0.0.1:{self.port}",
-            "127.0.0.1:8333": f"127.0.0.1:{origin}",
+            "127.0.0.1:8333": f"127.0.0.1:{self._origin}",
             "/var/cache/nginx/deltawire": str(folder / "cache"),
-            **(changes or {}),
+            **changes,
         }.items():
             if code.count(printed) != 1:
                 raise ValueError(f"{CONF.name} has {printed!r} {code.count(printed)} times")
@@ -82,15 +112,6 @@ class Nginx:
             "}",
         ]
         (folder / "nginx.conf").write_text("\n".join(lines))
-        with open(folder / "said", "wb") as said:
-            self._process = subprocess.Popen(
-                [found, "-c", str(folder / "nginx.conf"), "-e", f"{folder}/error.log"], stdout=said, stderr=said
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
 
     def _wait(self) -> None:
         while True:

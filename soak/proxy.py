@@ -78,12 +78,12 @@ async def _serve(client: Client, target: int, reader: asyncio.StreamReader, writ
         client.writers.discard(writer)
 
 
-async def main(target: int, count: int) -> None:
-    clients = [Client() for _ in range(count)]
+async def main(targets: list[int]) -> None:
+    clients = [Client() for _ in targets]
     servers = []
-    for client in clients:
+    for client, target in zip(clients, targets, strict=True):
         servers.append(
-            await asyncio.start_server(lambda r, w, c=client: _serve(c, target, r, w), "127.0.0.1", 0)  # type: ignore[misc]
+            await asyncio.start_server(lambda r, w, c=client, t=target: _serve(c, t, r, w), "127.0.0.1", 0)  # type: ignore[misc]
         )
     print(json.dumps({"ports": [server.sockets[0].getsockname()[1] for server in servers]}), flush=True)
     loop = asyncio.get_running_loop()
@@ -97,10 +97,10 @@ async def main(target: int, count: int) -> None:
 
 
 class Proxy:
-    """The other end."""
+    """The other end. `targets` are the ports that the clients are led to."""
 
-    def __init__(self, target: int, clients: int, log: Path) -> None:
-        self._child = Child("soak.proxy", str(target), str(clients), log=log)
+    def __init__(self, targets: list[int], log: Path) -> None:
+        self._child = Child("soak.proxy", *map(str, targets), log=log)
         self.ports: list[int] = self._child.first["ports"]
 
     def set(self, clients: list[int], mode: str) -> dict[str, list[int]]:
@@ -114,4 +114,4 @@ class Proxy:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main([*map(int, sys.argv[1:])]))

@@ -19,6 +19,8 @@ class Options:
     # seconds from one fault to the next, on average
     deadline: float = 300.0
     # seconds that everything may take to agree once the faults have stopped
+    proxy: bool = False
+    # whether replicas read through an nginx
 
 
 @dataclass(slots=True)

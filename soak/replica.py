@@ -20,7 +20,7 @@ def serve(task: dict[str, Any]) -> None:
     ledger = Ledger(task["ledger"])
     ledger.note("start", pid=os.getpid())
     weights = blank()
-    replica = Replica(task["run"], id=task["id"], heartbeat=task["heartbeat"])
+    replica = Replica(task["run"], id=task["id"], heartbeat=task["heartbeat"], heartbeats=task.get("heartbeats"))
     stop = threading.Event()
     threading.Thread(target=_watch, args=(Path(task["stop"]), stop), daemon=True).start()
     if task["by"] == "sync":
