@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.bucket import fetch
+from deltawire.bucket import fetch, watch
 from deltawire.bucket.run import Run
 from deltawire.core import keys
 from deltawire.core.errors import DeltawireError, ObjectNotFound, StoreError, TruncatedFile
@@ -203,6 +203,7 @@ def test_a_proxy_that_is_configured_wrongly(
     let_read(seaweed, "deltawire")
     # several ranges for the few bytes of an object
     monkeypatch.setattr(fetch, "PART", 256)
+    monkeypatch.setattr(watch, "PROBE_WEB_S", 0.5)
     with Nginx(tmp_path / "nginx", seaweed.ports["s3.port"], WRONG[wrong]) as proxy, Publisher(bucket) as publisher:
         publisher.publish(versions[0]).result(60)
         live = blank(versions[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.bucket import fetch
+from deltawire.bucket import watch as watching
 from deltawire.bucket.run import Run
 from deltawire.bucket.versions import resolve
 from deltawire.bucket.watch import Watcher, watch
@@ -293,7 +294,10 @@ def test_bad_answers_touch_no_weight_and_need_no_restart(
         follower.reaches(1)
 
 
-def test_a_head_that_stays_stale(store: Store, server: WebServer, versions: list[Model]) -> None:
+def test_a_head_that_stays_stale(
+    store: Store, server: WebServer, versions: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "PROBE_WEB_S", 0.1)
     with Publisher(store) as publisher, Follower(hasty(server.url), versions) as follower:
         publisher.publish(versions[0]).result(60)
         follower.reaches(0)
@@ -302,6 +306,15 @@ def test_a_head_that_stays_stale(store: Store, server: WebServer, versions: list
         for version in range(1, 4):
             publisher.publish(versions[version]).result(60)
             follower.reaches(version)
+
+
+def test_what_is_not_there_is_rarely_asked_for(store: Store, server: WebServer, versions: list[Model]) -> None:
+    """No cache keeps a 404, so each reaches the bucket."""
+    publish(store, versions[:1])
+    with Follower(hasty(server.url), versions) as follower:
+        follower.reaches(0)
+        follower.wait(lambda: server.requests[HEAD] > 100)
+    assert server.requests[keys.manifest(1)] <= 3, "at the start, and once in a minute"
 
 
 def test_an_etag_that_never_changes(store: Store, server: WebServer, versions: list[Model]) -> None:

@@ -554,7 +554,7 @@ _unsigned: set[str] = set()
 
 def _warn_of_unsigned(store: Store) -> None:
     """Warn once of an address on the web that is read without a trusted key."""
-    url = next((url for url in (store.urls if isinstance(store, MirroredStore) else [store.url]) if _is_web(url)), None)
+    url = next(web_addresses(store), None)
     if url is not None and url not in _unsigned:
         _unsigned.add(url)
         log.warning(
@@ -564,8 +564,10 @@ def _warn_of_unsigned(store: Store) -> None:
         )
 
 
-def _is_web(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
+def web_addresses(store: Store) -> Iterator[str]:
+    """Yield the addresses of a store that are on the web, behind caches of others."""
+    urls = store.urls if isinstance(store, MirroredStore) else [store.url]
+    return (url for url in urls if url.startswith(("http://", "https://")))
 
 
 def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore], object]) -> T:

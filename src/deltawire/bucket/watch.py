@@ -3,7 +3,8 @@
     announced  the store announces changes (`Announcing`): look at once
     asked      a conditional GET of head.json, which is a 304 while nothing happens
     probed     the manifest after the newest known one; now and then instead of head, whose writer may have died between
-               the manifest and head, and more often where head is missing or invalid
+               the manifest and head, and more often where head is missing or invalid. Over https less often: no cache
+               keeps what is not there, so each of these reaches the bucket
 
 A look is one small request while nothing happens. Looks follow the rhythm in which versions come: rare right after one,
 close together when the next is due, fewer and fewer while none comes, and never further apart than `poll`.
@@ -32,7 +33,7 @@ from ..core.errors import (
 )
 from ..store import Store, open_store
 from ..store.base import Announcing
-from .run import Run
+from .run import Run, web_addresses
 from .trust import KeysLike, Trust
 from .versions import address_only
 
@@ -40,6 +41,9 @@ log = logging.getLogger("deltawire")
 
 PROBE_EVERY = 16
 """Every so many idle looks, read the next manifest instead of head."""
+
+PROBE_WEB_S = 60.0
+"""Seconds, at least, between two of these over https; in between head is read without its ETag."""
 
 _FASTEST_S = 0.05
 _SLICE_S = 0.1
@@ -155,6 +159,9 @@ class Watcher:
         self._headless = False
         self._looked = False
         self._idle = 0
+        self._is_web = next(web_addresses(store), None) is not None
+        self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(0.0, 1.0)
+        """When the next manifest is asked for over https, by the monotonic clock."""
         self._rests_until = 0.0
         """No look before, by the monotonic clock."""
         self._announced = threading.Event()
@@ -199,7 +206,12 @@ class Watcher:
             if self._headless and self._idle % 3:
                 return self._probe(run, known) if self._idle % 3 == 1 else self._check_run(run, known)
             if self._idle % PROBE_EVERY == PROBE_EVERY - 1:
-                return self._probe(run, known)
+                if not self._is_web or time.monotonic() >= self._probes_at:
+                    # each follower at a time of its own
+                    self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(1.0, 1.25)
+                    return self._probe(run, known)
+                # of some servers it never changes
+                self._etag = None
             return self._ask(run, known)
         except ForeignObject:
             self._check_run(run, known)
@@ -230,7 +242,7 @@ class Watcher:
         newest = run.newest() if run.exists(known + 1) else None
         if newest is None or newest <= known:
             return known
-        # head did not tell of it: of some servers its ETag never changes
+        # head did not tell of it: its ETag may not change
         self._etag = None
         return newest
 
