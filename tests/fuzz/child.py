@@ -27,6 +27,7 @@ from services import Environments, Rollouts
 from targets import Case, Deltas, Folders, Runs, SignedRuns, Target
 
 from deltawire.core.errors import DeltawireError
+from web import Web
 
 GIGABYTE = 1 << 30
 DECLARED = 256 << 20
@@ -35,6 +36,7 @@ FAMILIES: dict[str, tuple[type[Target], ...]] = {
     "files": (Deltas, Runs, SignedRuns, Folders),
     "rollouts": (Rollouts,),
     "environment": (Environments,),
+    "web": (Web,),
     "broken": (Broken,),
 }
 """Targets that share a process."""
