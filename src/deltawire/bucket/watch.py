@@ -159,7 +159,7 @@ class Watcher:
         self._headless = False
         self._looked = False
         self._idle = 0
-        self._is_web = next(web_addresses(store), None) is not None
+        self._is_web = next(web_addresses(self.store), None) is not None
         self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(0.0, 1.0)
         """When the next manifest is asked for over https, by the monotonic clock."""
         self._rests_until = 0.0

@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -74,7 +74,7 @@ class _Answer:
     """A usable answer to one request, read to its end."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: http.client.HTTPMessage
     data: bytes = b""
 
     @property
@@ -299,7 +299,7 @@ def _read(response: http.client.HTTPResponse, where: str, limit: int | None, *, 
 # ── what answers and errors mean ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _refusal(status: int, headers: Mapping[str, str], where: str) -> DeltawireError:
+def _refusal(status: int, headers: http.client.HTTPMessage, where: str) -> DeltawireError:
     said = f"{where}: {status} {http.client.responses.get(status, '')}".rstrip()
     if 300 <= status < 400 and (target := headers.get("Location")):
         # without what follows a ?, which may be a secret
