@@ -34,7 +34,15 @@ def test_commands_that_read(run: Path, server: WebServer, tmp_path: Path) -> Non
 
 
 def test_commands_that_list_or_write(run: Path, server: WebServer, tmp_path: Path) -> None:
-    for words in (["log"], ["fleet"], ["prune"], ["verify"], ["tag"], ["runs"]):
+    for words in (
+        ["log"],
+        ["dash", "--out", tmp_path / "page.html"],
+        ["fleet"],
+        ["prune"],
+        ["verify"],
+        ["tag"],
+        ["runs"],
+    ):
         refused = invoke(*words, server.url, code=5)
         assert "has no listings, and this needs one" in refused.stderr.replace("\n", " "), words
     invoke("checkout", run, "-o", tmp_path / "model")

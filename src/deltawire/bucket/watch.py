@@ -43,7 +43,7 @@ PROBE_EVERY = 16
 """Every so many idle looks, read the next manifest instead of head."""
 
 PROBE_WEB_S = 60.0
-"""Seconds, at least, between two of these over https; in between head is read without its ETag."""
+"""Seconds without news, at least, before one of these over https; until then head is read without its ETag instead."""
 
 _FASTEST_S = 0.05
 _SLICE_S = 0.1
@@ -160,8 +160,9 @@ class Watcher:
         self._looked = False
         self._idle = 0
         self._is_web = next(web_addresses(self.store), None) is not None
-        self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(0.0, 1.0)
+        self._probes_at = 0.0
         """When the next manifest is asked for over https, by the monotonic clock."""
+        self._probe_later()
         self._rests_until = 0.0
         """No look before, by the monotonic clock."""
         self._announced = threading.Event()
@@ -189,6 +190,7 @@ class Watcher:
             newest = run.anywhere(lambda: self._look(run, before))
             if newest > before:
                 self._rhythm.saw(newest - before, time.monotonic())
+                self._probe_later()
         self._looked = True
         newest = None if newest == -1 else newest
         self._idle = self._idle + 1 if newest == known else 0
@@ -207,8 +209,7 @@ class Watcher:
                 return self._probe(run, known) if self._idle % 3 == 1 else self._check_run(run, known)
             if self._idle % PROBE_EVERY == PROBE_EVERY - 1:
                 if not self._is_web or time.monotonic() >= self._probes_at:
-                    # each follower at a time of its own
-                    self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(1.0, 1.25)
+                    self._probe_later()
                     return self._probe(run, known)
                 # of some servers it never changes
                 self._etag = None
@@ -237,6 +238,10 @@ class Watcher:
         self._etag = got.etag
         # where head names no version, manifests are the truth; but there may be another run now
         return self._check_run(run, known) if version is None else max(version, known)
+
+    def _probe_later(self) -> None:
+        # each follower at a time of its own
+        self._probes_at = time.monotonic() + PROBE_WEB_S * random.uniform(1.0, 2.0)
 
     def _probe(self, run: Run, known: int) -> int:
         newest = run.newest() if run.exists(known + 1) else None
