@@ -91,7 +91,7 @@ def run(cut_s: float, versions: int, replicas: int) -> dict[str, Any]:
     weights: Weights = {f"layers.{n}.weight": np.zeros((256, 512), np.uint16) for n in range(4)}
     dice, stop = np.random.default_rng(0), threading.Event()
     with tempfile.TemporaryDirectory() as folder, SeaweedFS() as us, SeaweedFS() as eu:
-        proxy = Proxy(eu.ports["s3.port"], 1, Path(folder) / "proxy.log")
+        proxy = Proxy([eu.ports["s3.port"]], Path(folder) / "proxy.log")
         abroad = {**eu.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.ports[0]}"}
         home = us.store(HOME)
 

@@ -390,7 +390,7 @@ def test_one_region_of_s3_is_cut_off(seaweed: SeaweedFS, tmp_path: Path, capsys:
     publish(us, VERSIONS[:3], anchor_ratio=1e9)
     mirror = Mirror(Run.open(us), eu)
     mirror.update(2)
-    proxy = Proxy(int(seaweed.endpoint.rpartition(":")[2]), 1, tmp_path / "proxy.log")
+    proxy = Proxy([seaweed.ports["s3.port"]], tmp_path / "proxy.log")
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in seaweed.environment.items():
