@@ -26,6 +26,7 @@ from deltawire.store import http
 from deltawire.store.base import (
     Announcing,
     Browsing,
+    Cached,
     Chunks,
     Fetched,
     Level,
@@ -48,6 +49,7 @@ from deltawire.store.retry import Retrying
 __all__ = [
     "Announcing",
     "Browsing",
+    "Cached",
     "Chunks",
     "Fetched",
     "HttpStore",
