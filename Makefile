@@ -11,6 +11,7 @@ MODE   ?= input
 SEED   ?=
 VLLM   ?=
 DEVICE ?= cpu
+FRAMEWORK ?=
 # Files that start with an underscore are helpers, not benchmarks; pause.py, pause_server.py and lora_server.py want vLLM's
 # environment, gpu_figures.py a GPU too, sync.py and netns_demo.py root, density.py, figures.py and real_models.py a model,
 # service_proof.py a bucket, wordle_seeds.py half an hour.
@@ -29,7 +30,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-trainers test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -90,6 +91,12 @@ test-sglang:  ## run the tests against a real SGLang on the CPU, in an environme
 	@place=$$(tests/engines/sglang/environment.sh $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/sglang/,live.py live_sglang_adapters.py) $(ARGS)
+
+test-trainers:  ## run the tests against a real training framework on the CPU, in an environment made for it (FRAMEWORK=verl)
+	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl"; exit 2; }
+	@place=$$(tests/frameworks/environment.sh $(FRAMEWORK) $(PYTHON)) && \
+	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
+	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/frameworks/$(FRAMEWORK)/live.py $(ARGS)
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls

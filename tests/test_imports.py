@@ -46,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "__init__": {
         *("api", "bucket", "core", "costs", "derive", "engines", "errors", "keeper", "models", "replica", "trainer"),
     },
+    "frameworks": {"__init__", "errors"},
     "trl": {"engines"},
     "__main__": {"cli"},
 }
@@ -75,6 +76,7 @@ EDGE: dict[str, set[str]] = {
     "deltawire.engines.trl_worker": {KIT, "deltawire.engines.trl"},
     "deltawire.engines.vllm": {KIT},
     "deltawire.fleet": set(),
+    "deltawire.frameworks": set(),
     "deltawire.trl": {"deltawire.engines.trl"},
     "deltawire_wordle": {KIT, "deltawire.cli", "deltawire.dash", "deltawire.engines.http"},
 }
@@ -85,16 +87,18 @@ EXTRAS = {
     "cryptography",
     "huggingface_hub",
     "peft",
+    "ray",
     "sglang",
     "torch",
     "transformers",
     "triton",
     "trl",
+    "verl",
     "vllm",
     "ml_dtypes",
 }
 # rooms that exist for an extra may import it at their top
-OPTIONAL_ROOMS = {"kernels", "engines"}
+OPTIONAL_ROOMS = {"kernels", "engines", "frameworks"}
 # and so may modules that are loaded only for models that are torch's
 OPTIONAL_FILES = {
     "trainer/adamw.py",

@@ -1,0 +1,4 @@
+"""Add-ons for training frameworks: each hands a framework's weights to a `Publisher`, by public names of both.
+
+verl    the checkpoint engine `deltawire`, and a manager that waits for rollout servers
+"""

@@ -1,0 +1,163 @@
+"""verl's checkpoint engine `deltawire`: each weight update becomes a version of a run, which rollout servers follow."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, build_opener
+
+import deltawire as dw
+from deltawire.errors import Misconfigured, VersionRefused
+
+NAME, TESTED = "deltawire", "0.9.1"
+HOOK = {
+    "prepare": ["self"],
+    "build_topology": ["actor_wg_world_size", "rollout_world_size", "metadata"],
+    "init_process_group": ["self", "kwargs"],
+    "finalize": ["self"],
+    "send_weights": ["self", "weights", "global_steps"],
+    "receive_weights": ["self", "global_steps"],
+}
+"""What verl calls of a checkpoint engine, and with what."""
+WAITS = ("servers", "bucket", "nothing")
+CHANGED = (
+    f"verl {metadata.version('verl')} calls checkpoint engines in another way than verl {TESTED}, with which deltawire "
+    f"{dw.__version__} was tested: install verl=={TESTED}, or a deltawire that was tested with yours"
+)
+
+try:
+    import ray
+    from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+    from verl.utils.ray_utils import auto_await
+except ImportError as error:
+    raise Misconfigured(f"{CHANGED} ({error})") from error
+
+
+@CheckpointEngineRegistry.register(NAME)
+class DeltawireEngine(CheckpointEngine):
+    """Publishes the weights of all ranks together. Rollout servers get them from the bucket, and nothing from here.
+
+    run        address of the run
+    wait       what an update waits for: "servers" (default, by `DeltawireManager`), "bucket" or "nothing"
+    shards     True: each rank publishes its part and nothing is gathered (FSDP2, with `DeltawireManager`)
+    timeout    seconds that `DeltawireManager` waits for a server
+    options    of `Publisher`: files, anchor_every, … Weights are sent as bf16 unless wire_dtype is given.
+    """
+
+    wire_format = "delta_flush"  # of an empty stream in this format a server of verl takes the step, and nothing else
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        run: str,
+        wait: str = "servers",
+        shards: bool = False,
+        timeout: float = 600,
+        **options: Any,
+    ) -> None:
+        calls = {name: [*inspect.signature(getattr(CheckpointEngine, name, dict)).parameters] for name in HOOK}
+        if calls != HOOK or CheckpointEngine.__abstractmethods__ != HOOK.keys():
+            raise Misconfigured(CHANGED)
+        if wait not in WAITS:
+            raise Misconfigured(f"engine_kwargs.{NAME}.wait is one of {', '.join(WAITS)}, not {wait!r}")
+        self._run, self._waits, self._shards = run, wait != "nothing", shards
+        self._options = {"wire_dtype": "bf16", **options, "on_version": self._note}
+        self._publisher: dw.Publisher | None = None
+        self._figures: dict[str, float] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(cls, actors: int, rollouts: int, metadata: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def init_process_group(self, **_: Any) -> None:
+        """Do nothing: trainer and servers share only the bucket."""
+
+    def finalize(self) -> None:
+        """Do nothing: the next update uses the same publisher."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Publish a generator of full tensors, or with `shards` the module of verl's engine. Returns figures of the
+        newest version in the bucket."""
+        if self._shards != hasattr(weights, "module"):
+            raise Misconfigured(
+                f"engine_kwargs.{NAME}.shards needs rollout.checkpoint_manager_class={__name__}.DeltawireManager, in a "
+                "trainer of verl that reads it"
+            )
+        if self._publisher is None:
+            self._publisher = dw.Publisher(self._run, **self._options)
+        model = weights.module if self._shards else self._stored(weights)
+        handle = self._publisher.publish(model, step=global_steps)
+        if self._waits:
+            handle.result()
+        return self._figures
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
+        """Yield nothing: a rollout server follows the run by itself."""
+        for nothing in ():
+            yield nothing
+
+    def _stored(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Leave out the head that is tied to the embedding: checkpoints do not have it."""
+        config = Path(self._options.get("files") or "", "config.json")
+        tied = config.is_file() and json.loads(config.read_bytes()).get("tie_word_embeddings", False)
+        return ((name, tensor) for name, tensor in weights if not (tied and name == "lm_head.weight"))
+
+    def _note(self, published: dw.Published) -> None:
+        self._figures = published.report()
+
+
+class DeltawireManager(CheckpointEngineManager):
+    """Publishes at each update of verl's trainer. With wait="servers" it returns when all rollout servers have the
+    version. They go on generating: a server patches its weights between two steps."""
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
+        options = {"wait": "servers", "timeout": 600, "shards": False, **self.config.engine_kwargs[NAME]}
+        # in this mode a worker of verl passes its model to the engine, instead of full tensors
+        mode = "delta_sharded" if options["shards"] else self.backend
+        figures, *_ = await asyncio.to_thread(
+            ray.get, self.actor_wg.update_weights(global_steps=global_steps, mode=mode)
+        )
+        if figures:
+            run = await asyncio.to_thread(dw.Run.open, options["run"])
+            least = figures["deltawire/version"] if options["wait"] == "servers" else -1
+            await asyncio.gather(*(self._label(each, run, least, options["timeout"]) for each in self.replicas))
+        return figures
+
+    async def _label(self, replica: Any, run: dw.Run, least: float, timeout: float) -> None:
+        """Wait until a server has a version, and tell it the step of the one that it has, for its samples."""
+        url, until = f"http://{replica.server_address}/deltawire/status", time.monotonic() + timeout
+        while (version := (status := await asyncio.to_thread(_status, url))["version"]) is None or version < least:
+            if least < 0:
+                return
+            if status["state"] == "failed" or time.monotonic() > until:
+                raise VersionRefused(
+                    f"rollout server {url} did not reach version {least:.0f} in {timeout} s: it is {status['state']}, "
+                    f"at {version}. {status['reason']}"
+                )
+            await asyncio.sleep(0.1)
+        step = (await asyncio.to_thread(run.manifest, version)).step
+        if step is not None:
+            await asyncio.gather(*(server.set_global_steps.remote(step) for server in replica.servers))
+
+
+def _status(url: str) -> Any:
+    try:
+        with build_opener(ProxyHandler({})).open(url, timeout=60) as answer:
+            return json.load(answer)
+    except OSError as error:
+        raise Misconfigured(
+            f"a rollout server does not say what it follows ({url}: {error}): it needs VLLM_PLUGINS={NAME} and "
+            "DELTAWIRE_RUN in its environment (docs/verl.md)"
+        ) from error
