@@ -96,7 +96,7 @@ test-trainers:  ## run the tests against a real training framework on the CPU, i
 	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl"; exit 2; }
 	@place=$$(tests/frameworks/environment.sh $(FRAMEWORK) $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
-	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/frameworks/$(FRAMEWORK)/live.py $(ARGS)
+	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(wildcard tests/frameworks/$(FRAMEWORK)/live*.py) $(ARGS)
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls

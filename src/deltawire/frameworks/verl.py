@@ -7,10 +7,11 @@ import inspect
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
+
+import verl
 
 import deltawire as dw
 from deltawire.errors import Misconfigured, VersionRefused
@@ -27,7 +28,7 @@ HOOK = {
 """What verl calls of a checkpoint engine, and with what."""
 WAITS = ("servers", "bucket", "nothing")
 CHANGED = (
-    f"verl {metadata.version('verl')} calls checkpoint engines in another way than verl {TESTED}, with which deltawire "
+    f"verl {verl.__version__} calls checkpoint engines in another way than verl {TESTED}, with which deltawire "
     f"{dw.__version__} was tested: install verl=={TESTED}, or a deltawire that was tested with yours"
 )
 
@@ -57,7 +58,7 @@ class DeltawireEngine(CheckpointEngine):
         bucket_size: int,
         is_master: bool = False,
         *,
-        run: str,
+        run: str = "",
         wait: str = "servers",
         shards: bool = False,
         timeout: float = 600,
@@ -66,6 +67,8 @@ class DeltawireEngine(CheckpointEngine):
         calls = {name: [*inspect.signature(getattr(CheckpointEngine, name, dict)).parameters] for name in HOOK}
         if calls != HOOK or CheckpointEngine.__abstractmethods__ != HOOK.keys():
             raise Misconfigured(CHANGED)
+        if not run:
+            raise Misconfigured(f"engine_kwargs.{NAME}.run is missing: the address of the run, s3://runs/policy")
         if wait not in WAITS:
             raise Misconfigured(f"engine_kwargs.{NAME}.wait is one of {', '.join(WAITS)}, not {wait!r}")
         self._run, self._waits, self._shards = run, wait != "nothing", shards
@@ -98,9 +101,7 @@ class DeltawireEngine(CheckpointEngine):
             self._publisher = dw.Publisher(self._run, **self._options)
         model = weights.module if self._shards else self._stored(weights)
         handle = self._publisher.publish(model, step=global_steps)
-        if self._waits:
-            handle.result()
-        return self._figures
+        return handle.result().report() if self._waits else self._figures
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
         """Yield nothing: a rollout server follows the run by itself."""
@@ -126,9 +127,8 @@ class DeltawireManager(CheckpointEngineManager):
         options = {"wait": "servers", "timeout": 600, "shards": False, **self.config.engine_kwargs[NAME]}
         # in this mode a worker of verl passes its model to the engine, instead of full tensors
         mode = "delta_sharded" if options["shards"] else self.backend
-        figures, *_ = await asyncio.to_thread(
-            ray.get, self.actor_wg.update_weights(global_steps=global_steps, mode=mode)
-        )
+        updates = self.actor_wg.update_weights(global_steps=global_steps, mode=mode)
+        figures, *_ = await asyncio.to_thread(ray.get, updates)
         if figures:
             run = await asyncio.to_thread(dw.Run.open, options["run"])
             least = figures["deltawire/version"] if options["wait"] == "servers" else -1

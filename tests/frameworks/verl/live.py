@@ -199,6 +199,8 @@ def test_a_verl_with_another_hook_is_refused_with_both_versions(change: str, mon
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match=r"engine_kwargs\.deltawire\.run is missing"):
+        engine(run="")
     with pytest.raises(Misconfigured, match="wait is one of servers, bucket, nothing, not 'sometimes'"):
         engine(wait="sometimes")
     with pytest.raises(Misconfigured, match=r"shards needs rollout\.checkpoint_manager_class=deltawire\.frameworks"):
