@@ -41,7 +41,7 @@ except ImportError as error:
 
 
 @CheckpointEngineRegistry.register(NAME)
-class DeltawireEngine(CheckpointEngine):
+class DeltawireEngine(CheckpointEngine):  # type: ignore[misc]
     """Publishes the weights of all ranks together. Rollout servers get them from the bucket, and nothing from here.
 
     run        address of the run
@@ -105,8 +105,8 @@ class DeltawireEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
         """Yield nothing: a rollout server follows the run by itself."""
-        for nothing in ():
-            yield nothing
+        return
+        yield
 
     def _stored(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Leave out the head that is tied to the embedding: checkpoints do not have it."""
@@ -118,7 +118,7 @@ class DeltawireEngine(CheckpointEngine):
         self._figures = published.report()
 
 
-class DeltawireManager(CheckpointEngineManager):
+class DeltawireManager(CheckpointEngineManager):  # type: ignore[misc]
     """Publishes at each update of verl's trainer. With wait="servers" it returns when all rollout servers have the
     version. They go on generating: a server patches its weights between two steps."""
 
@@ -128,6 +128,7 @@ class DeltawireManager(CheckpointEngineManager):
         # in this mode a worker of verl passes its model to the engine, instead of full tensors
         mode = "delta_sharded" if options["shards"] else self.backend
         updates = self.actor_wg.update_weights(global_steps=global_steps, mode=mode)
+        figures: dict[str, float]
         figures, *_ = await asyncio.to_thread(ray.get, updates)
         if figures:
             run = await asyncio.to_thread(dw.Run.open, options["run"])
