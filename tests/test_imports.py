@@ -38,9 +38,10 @@ ROOMS: dict[str, set[str]] = {
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
     # the edge: EDGE says which names of these
     "fleet": {"errors", "store"},
+    "foreign": {"errors", "store"},
     "doctor": {"errors", "store"},
     "dash": {"engines", "errors", "fleet", "store"},
-    "cli": {"costs", "dash", "doctor", "engines", "errors", "fleet", "store"},
+    "cli": {"costs", "dash", "doctor", "engines", "errors", "fleet", "foreign", "store"},
     "errors": {"core"},
     # the public names, each imported on first use
     "__init__": {
@@ -66,6 +67,7 @@ EDGE: dict[str, set[str]] = {
         "deltawire.engines.threaded",
         "deltawire.engines.vllm",
         "deltawire.fleet",
+        "deltawire.foreign",
     },
     "deltawire.dash": {KIT, "deltawire.engines.threaded", "deltawire.fleet"},
     "deltawire.doctor": set(),
@@ -79,6 +81,7 @@ EDGE: dict[str, set[str]] = {
     "deltawire.frameworks": set(),
     "deltawire.trl": {"deltawire.engines.trl"},
     "deltawire_wordle": {KIT, "deltawire.cli", "deltawire.dash", "deltawire.engines.http"},
+    "deltawire.foreign": set(),
 }
 BELOW_THE_EDGE = {*BASE, "api", "derive", "engines", "kernels", "keeper", "metrics", "replica", "trainer", "views"}
 """Rooms of which all modules that are not in EDGE know nothing of the edge."""

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .core.describe import Contents, TensorDifference, TensorPart, difference
     from .core.digest import StateDigest
     from .core.errors import DeltawireError
-    from .core.full import Checkpoint, Source, digest_of
+    from .core.full import Checkpoint, FullFile, Source, digest_of
     from .core.manifest import Heartbeat, Link, Manifest, Summary, SyncRecord, Tag
-    from .core.schema import Schema
+    from .core.schema import Schema, TensorSpec
     from .core.signing import SigningKey
     from .core.state import State
     from .core.ulps import Histogram
@@ -50,6 +50,7 @@ __all__ = [
     "CurrentFolder",
     "DeltawireError",
     "Deriver",
+    "FullFile",
     "Heartbeat",
     "Histogram",
     "Keeper",
@@ -80,6 +81,7 @@ __all__ = [
     "Target",
     "TensorDifference",
     "TensorPart",
+    "TensorSpec",
     "Trust",
     "Update",
     "Verification",
@@ -116,6 +118,7 @@ _HOMES = {
     "CurrentFolder": "bucket.checkpoint_folder",
     "DeltawireError": "core.errors",
     "Deriver": "derive.deriver",
+    "FullFile": "core.full",
     "Heartbeat": "core.manifest",
     "Histogram": "core.ulps",
     "Keeper": "keeper.keeper",
@@ -146,6 +149,7 @@ _HOMES = {
     "Target": "replica.target",
     "TensorDifference": "core.describe",
     "TensorPart": "core.describe",
+    "TensorSpec": "core.schema",
     "Trust": "bucket.trust",
     "Update": "replica.target",
     "Verification": "bucket.verify",

@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 FOUND = HERE / "found"
 # flat, as the tests have it
-PATHS = [HERE, HERE.parent, HERE.parent / "abuse", HERE.parent / "engines" / "server"]
+PATHS = [HERE, HERE.parent, HERE.parent / "abuse", HERE.parent / "foreign", HERE.parent / "engines" / "server"]
 sys.path[:0] = [str(path) for path in PATHS]
 
 from child import DECLARED, KINDS, case_of, serve, started  # noqa: E402

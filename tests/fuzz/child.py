@@ -23,6 +23,7 @@ from random import Random
 from typing import Any
 
 from broken import Broken
+from foreign_versions import ForeignVersions
 from services import Environments, Rollouts
 from targets import Case, Deltas, Folders, Runs, SignedRuns, Target
 
@@ -33,7 +34,7 @@ GIGABYTE = 1 << 30
 DECLARED = 256 << 20
 """Bytes of the largest model that a run may declare to the processes under test."""
 FAMILIES: dict[str, tuple[type[Target], ...]] = {
-    "files": (Deltas, Runs, SignedRuns, Folders),
+    "files": (Deltas, Runs, SignedRuns, Folders, ForeignVersions),
     "rollouts": (Rollouts,),
     "environment": (Environments,),
     "web": (Web,),

@@ -127,6 +127,7 @@ COMMANDS = {
     "checkout": "deltawire.cli.checkout",
     "follow": "deltawire.cli.follow",
     "derive": "deltawire.cli.derive",
+    "import": "deltawire.cli.import_",
     "keep": "deltawire.cli.keep",
     "serve": "deltawire.cli.serve",
     "env": "deltawire_wordle.env_command",

@@ -24,6 +24,8 @@ MAX_DIMENSIONS = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a schema: its name, its dtype as safetensors calls it, and its shape."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]

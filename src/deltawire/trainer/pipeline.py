@@ -27,13 +27,16 @@ from ..core.digest import StateDigest
 from ..core.errors import (
     DigestMismatch,
     DivergedRun,
+    Misconfigured,
+    MissingBase,
     OutOfStep,
     PublishFailed,
     RunNotFound,
     SchemaError,
     SchemaMismatch,
+    VersionNotFound,
 )
-from ..core.full import Source
+from ..core.full import ReadBy, Source
 from ..core.manifest import Base, Manifest
 from ..core.schema import Schema
 from ..core.state import State
@@ -158,6 +161,15 @@ class Pipeline:
         if self.version is None:
             raise DivergedRun(f"{self._store.url} has no version to resume from")
         return self.version
+
+    def weights(self) -> Source:
+        """The weights captured last, or the run's newest version."""
+        self.background.check()
+        if self._session is None or self._session.captures.lost:
+            self._drop()
+            self._open_newest()
+        session = self._opened()
+        return ReadBy(session.writer.run.schema, session.captures.detector.region)
 
     def close(self, timeout: float | None = None, patience: float = LAST_WAIT) -> None:
         """`patience`: seconds to wait for ranks that neither publish nor close."""
@@ -284,12 +296,32 @@ class Pipeline:
             captures = Captures(detector.holding(state), state.digest)
         else:
             captures = group.each(lambda: self._captures(read, detector, state, alone))
+        self._begin(captures, run, newest)
+        return source
+
+    def _begin(self, captures: Captures, run: Run, newest: Manifest | None) -> None:
+        """Open the session: these captures follow the run's newest version."""
         writer = VersionWriter(
             run, self._committer, self._writing_group, self._local.regions, self._chooser, self._policy
         )
         self.version, self._warn = newest.version if newest else None, False
         self._session, self._distrusted = _Session(captures, writer), False
-        return source
+
+    def _open_newest(self) -> None:
+        """Compare with the run's newest version, without a model that has these weights."""
+        committer, url = self._committer, self._store.url
+        if self.together or self._local.view is not None:
+            raise Misconfigured(f"{url}: weights that several ranks hold, or a view, cannot be read from a publisher")
+        if committer is None or committer.newest is None:
+            raise VersionNotFound(f"{url} has no version yet")
+        committer.check_run()
+        committer.catch_up()
+        state = self._rebuild.version(committer.run, committer.newest.version, None)
+        if state is None:
+            raise MissingBase(f"version {committer.newest.version} of {url} cannot be read: publish full weights")
+        self._local.open(state, self._group)
+        held = self._local.detector(state).holding(state)
+        self._begin(Captures(held, state.digest), committer.run, committer.newest)
 
     def _reopen(self, source: Source, progress: Progress | None) -> Source:
         """Compare with the newest version in the bucket again, where the detector's own weights are unknown."""

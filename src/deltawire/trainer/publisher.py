@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep, PublishFailed
+from ..core.full import Source
 from ..core.manifest import Manifest, Origin
 from ..core.parallel import Later
 from ..core.signing import SigningKey
@@ -234,6 +235,14 @@ class Publisher:
     def resume(self, model: Model | Pairs) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         return self._in_turn(lambda: self._pipeline_for(model).resume(model))
+
+    def weights(self) -> Source:
+        """The weights published last, read by region: what the next publish is compared with.
+
+        The publisher's own copy, not another one; it is valid until the next publish returns. Before the first publish
+        that is the run's newest version, which is read from the bucket. Raises VersionNotFound if there is none.
+        """
+        return self._in_turn(lambda: self._pipeline.weights())
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published before this call is committed.

@@ -1,0 +1,349 @@
+"""Follow a directory of another system's versions, and publish each of them.
+
+    look      the folders that are there, in order                                  (folders.py)
+    read      index or manifest, headers; everything they claim is checked          (indexed.py, skyrl.py)
+    publish   a source that patches the publisher's own copy, a tensor at a time    (version.py)
+
+Nothing is remembered but what is in the run: each version has the number and the identity of what it was imported from
+among its metrics. A source that was wiped and begun again has another version under that number, or none: its versions
+are read from the base checkpoint on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from deltawire import Checkpoint, Published, Publisher, Run, Source
+from deltawire.errors import (
+    DeltawireError,
+    DivergedRun,
+    FormatError,
+    ManifestError,
+    MissingBase,
+    ObjectNotFound,
+    PublishFailed,
+    RunNotFound,
+    SchemaError,
+    StoreUnavailable,
+    UnsafeName,
+)
+from deltawire.store import Store, open_store
+
+from .folders import Folder, Stamp, chain, number_of, open_folder
+from .indexed import INDEX
+from .version import ForeignVersion, Patched
+
+log = logging.getLogger("deltawire")
+
+VERSION, IDENTITY = "source_version", "source_id"
+"""Metrics of an imported version: its number, and 48 bits that tell it from another version of that number."""
+
+MAX_TENSORS = 1 << 18
+"""As many as a run may have."""
+
+REFUSED = (FormatError, SchemaError, ManifestError, MissingBase, ObjectNotFound)
+"""What contents that are bad raise: the version is left out."""
+
+Progress = Callable[[str, int, int], None]
+"""(version, bytes read since the last call, bytes of the tensors that it changes)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A version that was imported."""
+
+    published: Published
+    name: str
+    """Of its folder, or of the base checkpoint."""
+    kind: Literal["base", "delta", "full"]
+    source_version: str
+    source_bytes: int
+    """Of its files at the source; 0 for the base."""
+    seconds: float
+    """From the first look at its files to the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A version at the source that weights are of. Number and identity are 0 for the base checkpoint."""
+
+    number: int = 0
+    identity: int = 0
+    version: str = field(default="0", compare=False)
+    """What it calls itself."""
+
+
+_BASE = _Place()
+
+
+class Importer:
+    """Publishes the versions of another system's directory to a run. Use as a context manager."""
+
+    def __init__(
+        self, source: str | Path | Store, run: str | Path | Store, *, base: str | Path | None = None, **options: Any
+    ) -> None:
+        """`base` is the checkpoint that the source's first version builds on; none is needed where that has full
+        weights. `options` are those of `Publisher`.
+
+        Raises DivergedRun if the newest version of the run was not imported.
+        """
+        self._store = open_store(source)
+        self._base = None if base is None else Checkpoint(base)
+        self._files: dict[str, bytes] = {}
+        """Companion files of a run that begins with a full version. The publisher reads them when it commits."""
+        files = base if base is not None else None if _is_there(run) else self._files
+        self._publisher = Publisher(run, files=files, group=None, continues=True, **options)
+        self._held = self._imported()
+        """What the publisher's own copy has: the newest version of the run. None for a new run."""
+        self._at = self._held or _BASE
+        """Where the source goes on: like `_held`, or the base, where it has begun again."""
+        self._captured: _Place | None = None
+        """What was captured and is not committed, where that failed."""
+        self._refused: dict[str, Stamp] = {}
+        """Folders that could not be imported, as they were then."""
+        self._same: tuple[str, Stamp] | None = None
+        """The folder that `_at` was found in, as it was then."""
+        self._bases: dict[str, tuple[float, str | None]] = {}
+        """When versions without numbers were written, and what they build on."""
+        self._unsure = False
+        """Whether the run may be ahead of `_held`: a publish failed."""
+
+    def follow(
+        self,
+        *,
+        once: bool = False,
+        poll: float = 2.0,
+        stop: threading.Event | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[Imported]:
+        """Import every version that is there and, without `once`, every one that comes, and yield each.
+
+        What cannot be imported is left out, with a warning, and looked at again when its files change; with `once` the
+        first such error is raised at the end. A store that cannot be reached is tried again.
+        """
+        stop = stop or threading.Event()
+        self._refused.clear()
+        errors: list[DeltawireError] = []
+        while not stop.is_set():
+            try:
+                came = False
+                for imported in self._round(progress, errors):
+                    came = True
+                    yield imported
+                    if stop.is_set():
+                        return
+            except (StoreUnavailable, PublishFailed, ManifestError, UnsafeName) as error:
+                if once:
+                    raise
+                log.warning("importing from %s failed, trying again: %s", self._store.url, error)
+                self._unsure = True
+            else:
+                if came:
+                    continue
+                if once:
+                    if errors:
+                        raise errors[0]
+                    return
+            stop.wait(poll)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def __enter__(self) -> Importer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._publisher.__exit__(kind, *rest)
+
+    # ── where we are ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _imported(self) -> _Place | None:
+        """What the newest version of the run was imported from."""
+        newest = self._publisher.newest
+        if newest is None:
+            return None
+        number, identity = newest.metrics.get(VERSION), newest.metrics.get(IDENTITY)
+        if number is None or identity is None:
+            raise DivergedRun(
+                f"version {newest.version} of {self._publisher.url} was not imported: give the import an address of "
+                "its own"
+            )
+        return _Place(int(number), int(identity), str(int(number)))
+
+    def _round(self, progress: Progress | None, errors: list[DeltawireError]) -> Iterator[Imported]:
+        """Import what is there now. Notes why the first one is left out."""
+        if self._unsure and self._captured is None and self._held is not None:
+            self._publisher.weights()
+            if (held := self._imported()) is not None and held != self._held:
+                self._held = self._at = held
+        self._unsure = False
+        if self._held is None and self._base is not None:
+            yield self._publish_base(self._base, progress)
+        for folder in self._after():
+            if self._refused.get(folder.prefix) == folder.stamp:
+                continue
+            began = time.perf_counter()
+            try:
+                version = folder.read(len(self._schema().tensors) if self._held else MAX_TENSORS)
+                if version is None:
+                    continue
+                if self._held is None:
+                    self._files.update(folder.companions())
+                yield self._publish(version, began, progress)
+            except REFUSED as error:
+                log.warning("version %s is not imported: %s", folder.name, error)
+                if not errors:
+                    errors.append(error)
+                self._refused[folder.prefix] = folder.stamp
+            else:
+                # what builds on it may follow now
+                self._refused.clear()
+                self._same = folder.prefix, folder.stamp
+
+    # ── which versions ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _after(self) -> Iterator[Folder]:
+        """Folders of the versions that come next, in order."""
+        prefixes = chain(self._store)
+        folders = {prefix: open_folder(self._store, prefix) for prefix in prefixes[-1:]}
+
+        def look(prefix: str) -> Folder:
+            return folders.get(prefix) or open_folder(self._store, prefix)
+
+        numbered = bool(folders) and folders[prefixes[-1]].number is not None
+        if not numbered:
+            prefixes = self._in_order([look(prefix) for prefix in prefixes])
+        first = 0 if self._at == _BASE else self._next(prefixes, look, numbered)
+        return map(look, prefixes[first:])
+
+    def _next(self, prefixes: list[str], look: Callable[[str], Folder], numbered: bool) -> int:
+        """Index of the first folder after the version that the weights are of. Notes where the source began again."""
+        if numbered:
+            numbers = [number for prefix in prefixes if (number := number_of(prefix)) is not None]
+            later = sum(number <= self._at.number for number in numbers)
+            if self._at.number in numbers:
+                if self._is(look(prefixes[later - 1])):
+                    return later
+            elif later == 0:
+                # pruned, or wiped and nothing there yet
+                return 0
+        elif self._same is not None and self._same[0] in prefixes and self._is(look(self._same[0])):
+            return prefixes.index(self._same[0]) + 1
+        else:
+            for index in range(len(prefixes), 0, -1):
+                if self._is(look(prefixes[index - 1]), only_if_read=True):
+                    return index
+            if not prefixes:
+                return 0
+        log.warning("%s has begun again: its versions are read from the base checkpoint on", self._store.url)
+        self._at, self._same = _BASE, None
+        return 0
+
+    def _is(self, folder: Folder, only_if_read: bool = False) -> bool:
+        """Whether a folder holds the version that the weights are of, as far as it can be read."""
+        if self._same is not None and self._same[0] == folder.prefix and self._same[1] == folder.stamp:
+            return True
+        try:
+            version = folder.read(MAX_TENSORS)
+        except REFUSED:
+            return not only_if_read
+        if version is None:
+            return not only_if_read
+        if version.identity != self._at.identity:
+            return False
+        self._at = replace(self._at, version=version.version)
+        self._same = folder.prefix, folder.stamp
+        return True
+
+    def _in_order(self, folders: list[Folder]) -> list[str]:
+        """Versions that have no numbers: by the time they were written, but never before what they build on."""
+        for folder in folders:
+            if folder.prefix not in self._bases and folder.has(INDEX):
+                with suppress(ManifestError):
+                    self._bases[folder.prefix] = folder.modified, folder.base()
+        folders = [folder for folder in folders if folder.has(INDEX)]
+        none = (0.0, None)
+        by_name = {folder.name: folder.prefix for folder in folders}
+        order: dict[str, None] = {}
+        for folder in sorted(folders, key=lambda folder: (self._bases.get(folder.prefix, none)[0], folder.prefix)):
+            path = [folder.prefix]
+            while (base := by_name.get(self._bases.get(path[-1], none)[1] or "", "")) not in ("", *order, *path):
+                path.append(base)
+            order.update(dict.fromkeys(reversed(path)))
+        return list(order)
+
+    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _publish_base(self, base: Checkpoint, progress: Progress | None) -> Imported:
+        began = time.perf_counter()
+
+        def advance(phase: str, n: int, total: int) -> None:
+            if progress and phase == "detect":
+                progress(base.folder.name, n, total)
+
+        published = self._commit(base, _BASE, advance)
+        return Imported(published, base.folder.name, "base", "0", 0, time.perf_counter() - began)
+
+    def _publish(self, version: ForeignVersion, began: float, progress: Progress | None) -> Imported:
+        before, number = self._at, number_of(f"{version.name}/")
+        at = _Place(before.number + 1 if number is None else number, version.identity, version.version)
+        if self._captured == at:
+            # the publisher's copy has it already
+            source: Source = self._publisher.weights()
+        else:
+            advance = partial(progress, version.name) if progress else None
+            source = Patched(version, self._weights(version, before), advance)
+        published = self._commit(source, at)
+        kind: Literal["delta", "full"] = "full" if version.base is None else "delta"
+        return Imported(published, version.name, kind, version.version, version.nbytes, time.perf_counter() - began)
+
+    def _commit(self, source: Source, at: _Place, progress: Progress | None = None) -> Published:
+        metrics = {VERSION: float(at.number), IDENTITY: float(at.identity)}
+        handle = self._publisher.publish(source, step=at.number, metrics=metrics, progress=progress)
+        self._captured = at
+        published = handle.result()
+        self._captured, self._held, self._at = None, at, at
+        return published
+
+    def _weights(self, version: ForeignVersion, at: _Place) -> Source | None:
+        """The weights that a version builds on."""
+        if version.base is None:
+            return None if self._held is None else self._publisher.weights()
+        if not self._follows(version.base, at):
+            raise MissingBase(
+                f"{self._store.url}: {version.name} builds on version {version.base[:80]}, and "
+                + (f"version {at.version} was imported last" if at.number else "none was imported")
+            )
+        if self._held == at:
+            return self._publisher.weights()
+        if self._base is None:
+            raise MissingBase(
+                f"{self._store.url}: {version.name} builds on a checkpoint that is not here: name it with --base"
+            )
+        return self._base
+
+    def _follows(self, base: str, at: _Place) -> bool:
+        """Whether a version with this base goes on from there."""
+        if base == at.version:
+            return True
+        # a name that no folder has is that of the base checkpoint
+        return at == _BASE and not base.isdigit() and all(base != Path(prefix).name for prefix in self._bases)
+
+    def _schema(self) -> Any:
+        return self._publisher.weights().schema
+
+
+def _is_there(run: str | Path | Store) -> bool:
+    try:
+        Run.open(str(run) if isinstance(run, Path) else run)
+    except RunNotFound:
+        return False
+    return True
