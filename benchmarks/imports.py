@@ -39,7 +39,8 @@ FORMATS = ("xor", "overwrite", "skyrl")
 def trained(lr: float, warm: int, versions: int) -> Iterator[Model]:
     from _deltas import bits_of, training
 
-    for step, (weights, _) in zip(range(warm + versions + 1), training("stories", lr, batch_size=(4, 4, 24)), strict=False):
+    run = training("stories", lr, batch_size=(4, 4, 24))
+    for step, (weights, _) in zip(range(warm + versions + 1), run, strict=False):
         if step >= warm:
             yield bits_of(weights)
 

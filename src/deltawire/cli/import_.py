@@ -30,7 +30,7 @@ def command(
     follow: Annotated[
         bool, Option("--follow/--once", help="Go on as new versions appear, or import what is there and end.")
     ] = True,
-    encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
+    encoding: Annotated[ui.Encoding, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     anchor_every: ui.AnchorEveryOption = None,
     poll: Annotated[float, Option(metavar="SECONDS", min=0.01, help="Time between two looks at the source.")] = 2.0,
     sign: ui.SignOption = None,
@@ -55,7 +55,6 @@ def command(
     """
     from ..foreign import Importer
 
-    ui.check_encoding(encoding)
     with ui.ended_by_sigterm() as stop:
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign, "takeover": take_over}
         with Importer(source, run, base=base, **options) as importer:

@@ -24,7 +24,10 @@ MAX_DIMENSIONS = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a schema: its name, its dtype as safetensors calls it, and its shape."""
+    """A tensor of a schema: its name, its dtype as safetensors calls it, and its shape.
+
+    schema = dw.Schema.build([dw.TensorSpec("lm_head.weight", "BF16", (32000, 288))])
+    """
 
     name: str
     dtype: str
