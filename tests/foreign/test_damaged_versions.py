@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from deltawire.errors import (
     HeaderError,
     ManifestError,
     MissingBase,
+    MissingExtra,
     ObjectNotFound,
     ObjectTooLarge,
     PositionError,
@@ -227,6 +229,18 @@ def test_a_version_that_is_still_being_written_is_waited_for(tmp_path: Path) -> 
         assert [each.name for each in importer.follow(once=True)] == ["base"]
         (tmp_path / INDEX).rename(folder / INDEX)
         assert [each.name for each in importer.follow(once=True)] == ["weight_v000001"]
+
+
+def test_a_checksum_that_needs_another_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, source = write_base(tmp_path / "base", HISTORY[0]), tmp_path / "source"
+    write(source, 1)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with (
+        Importer(source, tmp_path / "run", base=base) as importer,
+        pytest.raises(MissingExtra, match="pip install xxhash"),
+    ):
+        # not only left out: no later version could be imported
+        [*importer.follow(poll=0.01)]
 
 
 def test_a_format_that_is_not_known_is_named(tmp_path: Path) -> None:
