@@ -164,8 +164,12 @@ class Pipeline:
 
     def weights(self) -> Source:
         """The weights captured last, or the run's newest version."""
+        if self.together or self._local.view is not None:
+            raise Misconfigured(
+                f"{self._store.url}: weights that several ranks hold, or a view, cannot be read from a publisher"
+            )
         self.background.check()
-        if self._session is None or self._session.captures.lost:
+        if self._session is None or not self._session.captures.known:
             self._drop()
             self._open_newest()
         session = self._opened()
@@ -310,8 +314,6 @@ class Pipeline:
     def _open_newest(self) -> None:
         """Compare with the run's newest version, without a model that has these weights."""
         committer, url = self._committer, self._store.url
-        if self.together or self._local.view is not None:
-            raise Misconfigured(f"{url}: weights that several ranks hold, or a view, cannot be read from a publisher")
         if committer is None or committer.newest is None:
             raise VersionNotFound(f"{url} has no version yet")
         committer.check_run()
