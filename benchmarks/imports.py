@@ -86,10 +86,11 @@ def floor(folder: Path, base: Model) -> float:
         payloads += [file.region(Region(t, 0, t.rows, 0, t.columns)).tobytes() for t in file.tensors]
 
     def inflate(data: bytes) -> None:
-        # faster than `decompress`, and without knowing the size
-        reader, part = zstandard.ZstdDecompressor().stream_reader(data), bytearray(1 << 20)
-        while reader.readinto(part):
-            pass
+        size = zstandard.get_frame_parameters(data).content_size
+        # faster than `decompress`
+        reader, view = zstandard.ZstdDecompressor().stream_reader(data), np.empty(size, np.uint8).data
+        while n := reader.readinto(view):
+            view = view[n:]
 
     def read(array: np.ndarray) -> None:
         flat = array.reshape(-1).view(np.uint8)
