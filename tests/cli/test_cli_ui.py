@@ -21,7 +21,7 @@ from servers import end
 
 COMMANDS = (
     "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "tag", "runs", "verify", "prune",
-    "plan", "doctor", "fleet", "cache",
+    "plan", "doctor", "fleet", "import",
 )  # fmt: skip
 
 
@@ -41,7 +41,6 @@ def test_commands_that_go_on_end_at_a_signal(run: Path, tmp_path: Path, how: sig
         ("keep", missing),
         ("derive", missing, tmp_path / "derived"),
         ("dash", run, "--port", 0),
-        ("cache", run, "--port", 0, "--folder", tmp_path / "cache"),
         ("fleet", run, "--watch", "--nginx", tmp_path / "servers"),
     ]
     for command in commands:

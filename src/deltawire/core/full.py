@@ -118,8 +118,8 @@ def _stored(rectangle: Region) -> TensorSpec:
 class FullFile:
     """One opened safetensors file of full tensors, its header checked. `read(start, length)` returns bytes of it.
 
-        file = dw.FullFile(lambda start, length: store.get_range(key, start, length), store.head(key).size)
-        print(file.metadata, file.tensors)
+    file = dw.FullFile(lambda start, length: store.get_range(key, start, length), store.head(key).size)
+    print(file.metadata, file.tensors)
     """
 
     def __init__(self, read: Read, size: int) -> None:
