@@ -78,10 +78,10 @@ EDGE: dict[str, set[str]] = {
     "deltawire.engines.trl_worker": {KIT, "deltawire.engines.trl"},
     "deltawire.engines.vllm": {KIT},
     "deltawire.fleet": set(),
+    "deltawire.foreign": set(),
     "deltawire.frameworks": set(),
     "deltawire.trl": {"deltawire.engines.trl"},
     "deltawire_wordle": {KIT, "deltawire.cli", "deltawire.dash", "deltawire.engines.http"},
-    "deltawire.foreign": set(),
 }
 BELOW_THE_EDGE = {*BASE, "api", "derive", "engines", "kernels", "keeper", "metrics", "replica", "trainer", "views"}
 """Rooms of which all modules that are not in EDGE know nothing of the edge."""
