@@ -14,7 +14,7 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
 }  # fmt: skip
 API = {
-    "Train": ("deltawire.Publisher", "deltawire.PublishHandle", "deltawire.Published"),
+    "Train": ("deltawire.Publisher", "deltawire.PublishHandle", "deltawire.Published", "deltawire.Shard"),
     "Follow": (
         "deltawire.Replica",
         "deltawire.Synced",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -14,13 +15,19 @@ ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
 
 
-def environment(name: str, *steps: Sequence[str]) -> Path:
-    """The Python of an environment in which each step's packages were installed, one step after the other."""
-    key = sha256(json.dumps([steps, sys.version_info[:2]]).encode()).hexdigest()[:12]
+def environment(name: str, *steps: Sequence[str], beside: str = "") -> Path:
+    """The Python of an environment in which each step's packages were installed, one step after the other.
+
+    It also has the packages in the folder `beside`, without copies of them.
+    """
+    key = sha256(json.dumps([steps, sys.version_info[:2], *filter(None, [beside])]).encode()).hexdigest()[:12]
     folder = CACHE / f"{name}-{key}"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        if beside:
+            site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+            (site / "beside.pth").write_text(f"import site; site.addsitedir({beside!r})\n")
         for packages in steps:
             install(python, *packages)
         (folder / "ready").touch()
@@ -33,6 +40,14 @@ def trl(extras: str = "trl") -> Path:
     python = environment(extras.replace(",", "-"), [*constraints, "torch==2.13.0"], [*constraints, "hatchling"])
     install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", "trl==1.16.0", "peft")
     return python
+
+
+def deepspeed() -> Path:
+    """The Python of an environment with a real DeepSpeed beside everything that is in ours, torch included."""
+    # built from source with our setuptools; of its dependencies we have the rest
+    needs = ["einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4", "ninja==1.13.2", "py-cpuinfo==9.0.0"]
+    packages = ["--no-deps", "--no-build-isolation", "deepspeed==0.19.8", *needs]
+    return environment("deepspeed", packages, beside=sysconfig.get_path("purelib"))
 
 
 def engine(name: str) -> Path:

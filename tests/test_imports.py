@@ -106,6 +106,7 @@ OPTIONAL_ROOMS = {"kernels", "engines", "frameworks"}
 OPTIONAL_FILES = {
     "trainer/adamw.py",
     "trainer/device.py",
+    "trainer/partitioned.py",
     "trainer/shards.py",
     "replica/device.py",
     "views/device.py",

@@ -137,7 +137,7 @@ ABSENT: dict[str, tuple[Callable[[], torch.nn.Module], str, str]] = {
     "zero3": (zero3, "1.weight", "GatheredParameters"),
     "adapter": (lambda: adapter_of_zero3(), "base_model.model.0.lora_A.weight", "GatheredParameters"),
     "offloaded": (offloaded, "0.weight", "device_map"),
-    "flattened": (flattened, "0._flat_param", "fully_shard"),
+    "flattened": (flattened, "0._flat_param", "FullyShardedDataParallel"),
     "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), "weight", "load the checkpoint"),
     "lazy": (lambda: torch.nn.LazyLinear(2), "weight", "run the model once"),
     "lazy_pretrained": (lazy_pretrained, "lm_head.weight", "run the model once"),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .replica import Replica
     from .replica.replica import Synced
     from .replica.target import Staged, Target, Update
-    from .trainer import Published, Publisher, PublishHandle, adapter, merged
+    from .trainer import Published, Publisher, PublishHandle, Shard, adapter, merged
 
 __all__ = [
     "Change",
@@ -69,6 +69,7 @@ __all__ = [
     "Retention",
     "Run",
     "Schema",
+    "Shard",
     "SigningKey",
     "Source",
     "Staged",
@@ -137,6 +138,7 @@ _HOMES = {
     "Retention": "bucket.prune",
     "Run": "bucket.run",
     "Schema": "core.schema",
+    "Shard": "trainer",
     "SigningKey": "core.signing",
     "Source": "core.full",
     "Staged": "replica.target",

@@ -31,9 +31,9 @@ class Band:
     """Rows of a distributed tensor that are one tensor of the checkpoint."""
 
     whole: Any
-    """The DTensor they are part of."""
+    """The DTensor, or the pieces of a tensor, that they are part of."""
     row: int
-    """The first of them, where the DTensor is seen as a matrix of its last dimension."""
+    """The first of them, where that is seen as a matrix of its last dimension."""
     shape: tuple[int, ...]
 
 
@@ -90,7 +90,14 @@ def checkpoint_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         views = sorted(conversion.views.items(), key=lambda item: item[1].source in tied)
         return {name: _cut(name, tensors[view.source], view) for name, view in views}
     tensors = dict(sorted(tensors.items(), key=lambda item: item[0] in tied))
-    return tensors if conversion is None else _revert(model, tensors)
+    if conversion is None:
+        return tensors
+    if any(not hasattr(tensor, "as_strided") for tensor in tensors.values()):
+        raise SchemaMismatch(
+            f"weights of {type(model).__name__}'s checkpoint are computed from its own, of which several ranks hold "
+            "slices: gather them, and publish the state dict that save_pretrained would write"
+        )
+    return _revert(model, tensors)
 
 
 def kept_in_fp32(model: Any) -> re.Pattern[str] | None:
@@ -212,7 +219,7 @@ def _views_stay_views() -> Any:
 def _cut(name: str, tensor: Any, view: _TensorView) -> Any:
     if view.whole:
         return tensor
-    if not hasattr(tensor, "to_local"):
+    if hasattr(tensor, "as_strided") and not hasattr(tensor, "to_local"):
         # the tensor may itself be part of something
         return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
     width = tensor.shape[-1]

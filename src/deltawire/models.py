@@ -26,7 +26,13 @@ _WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "
 _UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into the names of what they wrap, anywhere."""
-_PARALLEL = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+_PARALLEL = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+}
 """Wrappers that keep the model as `module`, a name that a model's own part may have as well."""
 
 AUTO = "auto"
@@ -66,17 +72,59 @@ def is_peft(model: Any) -> bool:
 
 def unwrapped(model: Any) -> Any:
     """The module inside what torch.compile, DDP and the like put around it."""
+    return [*_layers(model)][-1]
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """A module, what it is wrapped around, and so on."""
+    yield model
     while hasattr(model, "_orig_mod") or type(model).__name__ in _PARALLEL:
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model
+        yield model
 
 
-def tensors_of(model: Any) -> dict[str, Any]:
+def fsdp1_root(model: Any) -> Any | None:
+    """The outermost module of FSDP1, or what is around several of them; None for a model without."""
+    if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules or not hasattr(model, "modules"):
+        return None
+    for module in _layers(model):
+        if is_fsdp1(module):
+            return module
+    return module if any(map(is_fsdp1, module.modules())) else None
+
+
+def is_fsdp1(module: Any) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
+FLATTENED = (
+    "sharded by FSDP1: several processes hold parts of its flattened weights. Publish the outermost "
+    "FullyShardedDataParallel module on all ranks, without group=None; to sync it, sync a model that is whole and load "
+    "its state dict"
+)
+
+
+def is_flattened(parameter: Any) -> bool:
+    """Whether FSDP1 keeps a parameter's values in a flat one, or it is such a flat one."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def is_zero3(model: Any) -> bool:
+    """Whether DeepSpeed ZeRO 3 has cut a module's parameters into slices."""
+    return "deepspeed" in sys.modules and any(hasattr(p, "ds_tensor") for p in getattr(model, "parameters", tuple)())
+
+
+def is_partitioned(model: Any) -> bool:
+    """Whether each of several processes holds a part of a module's parameters, as flat memory."""
+    return is_module(model) and (is_zero3(model) or fsdp1_root(model) is not None)
+
+
+def tensors_of(model: Any, held: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The named tensors of a module or mapping, tied ones included.
 
     Those of a module are named and cut as in its checkpoint, whatever it is wrapped in, and share its memory wherever
     that is possible; `live_tensors` are sure to. A state dict has the names of its module, without what wraps it; any
-    other mapping its own.
+    other mapping its own. `held` is what a process holds of a partitioned module, by the names in its state dict.
     """
     if isinstance(model, Mapping):
         found = {_plain(name): tensor for name, tensor in model.items()} if is_state_dict(model) else dict(model)
@@ -87,14 +135,18 @@ def tensors_of(model: Any) -> dict[str, Any]:
         return found
     if not is_module(model):
         raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
-    model = unwrapped(model)
+    whole, model = model, unwrapped(model)
     if is_peft(model):
         raise SchemaMismatch(
             f"{type(model).__name__} holds base weights and an adapter: pass adapter(model) or merged(model), "
             "both from deltawire.trainer"
         )
+    if held is None and (
+        fsdp1_root(whole) is not None or any(map(is_flattened, getattr(whole, "parameters", tuple)()))
+    ):
+        raise UnsupportedTensor(f"{type(model).__name__} is {FLATTENED}")
     # state_dict of a module gives detached tensors that share the parameters' storage
-    tensors = model.state_dict()
+    tensors = model.state_dict() if held is None else held
     named = {_plain(name): tensor for name, tensor in tensors.items()}
     _check(named)
     parameters = getattr(checkpoint_of(model), "parameters", tuple)
@@ -320,7 +372,7 @@ def _check(tensors: Mapping[Any, Any]) -> None:
         if not isinstance(name, str):
             raise UnsafeName(f"tensors are named by strings; this mapping has {name!r:.80}, a {type(name).__name__}")
         if name.rpartition(".")[2] == "_flat_param":
-            why = "is several weights in one, flattened by FSDP: shard with torch.distributed.fsdp.fully_shard"
+            why = "is several weights in one, flattened by FSDP1: publish the FullyShardedDataParallel module itself"
         elif is_torch(value):
             why = _unreadable(value)
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -352,8 +404,8 @@ def _unreadable(tensor: Any) -> str:
 
 
 _PLACEHOLDER = (
-    "the placeholder of a weight whose values DeepSpeed ZeRO 3 keeps in parts on several ranks: publish a gathered "
-    "state dict, or on rank 0 with Publisher(…, group=None) while all ranks are in "
+    "the placeholder of a weight whose values DeepSpeed ZeRO 3 keeps in parts on several ranks: publish the engine or "
+    "its module on all ranks, without group=None; read anything else while all ranks are in "
     "deepspeed.zero.GatheredParameters(model.parameters())"
 )
 

@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Partial
 
+import deltawire as dw
 from deltawire import Publisher
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError, RunNotFound, StoreError
@@ -113,8 +115,8 @@ class Training:
 
     def __init__(self, model: nn.Module, make: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
         self.model = model
-        options = options or {"foreach": False}
-        self.optimizer = make([p for p in model.parameters() if p.requires_grad], lr=2e-3, **options)
+        options = {"lr": 2e-3} | (options or {"foreach": False})
+        self.optimizer = make([p for p in model.parameters() if p.requires_grad], **options)
         self.steps = 0
 
     def step(self) -> None:
@@ -155,6 +157,14 @@ def broken(model: nn.Module, breaks: bool) -> Iterator[tuple[str, torch.Tensor]]
         yield name, tensor
         if breaks:
             raise ArithmeticError("no gather")
+
+
+def flattened(original: bool, **how: Any) -> nn.Module:
+    """By FSDP1, with its parameters as they were or as flat ones only, which must then all be trained."""
+    model = seeded(Small)
+    how |= {"device_id": torch.device("cpu"), "use_orig_params": original}
+    model.up, model.down = FSDP(model.up, **how), FSDP(model.down, **how)
+    return FSDP(model, **how, **({} if original else {"ignored_states": [model.scale]}))
 
 
 class Hook:
@@ -741,6 +751,171 @@ class Rank:
         if publisher is not None:
             publisher.close()
 
+    # ── shards that are handed in, and FSDP1 ─────────────────────────────────────────────────────────────────────────
+
+    def shards(self) -> None:
+        """Parts of tensors, cut as tensor, expert and pipeline parallelism cut, as flat ranges, and otherwise."""
+        random = torch.Generator().manual_seed(5)
+        shapes = {"rows.weight": (301, 24), "columns.weight": (140, 264), "flat.weight": (201, 150)}
+        shapes |= {"experts": (8, 6, 10), "norm": (24,), "last": (5, 3)}
+        whole = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+        whole |= {"step": torch.tensor(3), "wide": torch.arange(40).reshape(5, 8), "tied.weight": whole["rows.weight"]}
+        for name, view in (("shards", None), ("shards-view", "fp8-block")):
+            publisher = Publisher(self.run(name), anchor_every=2, view=view)
+            alone = (
+                Publisher(self.run(f"{name}-alone"), group=None, anchor_every=2, view=view) if self.rank == 0 else None
+            )
+            for version in range(4):
+                publisher.publish(self.cut(whole), step=version, wait=True)
+                if alone is not None:
+                    alone.publish(whole, step=version, wait=True)
+                for number, tensor in enumerate(whole.values()):
+                    flat = tensor.view(-1)
+                    flat[(version + number) % len(flat) :: 17] += 1
+            publisher.close()
+            if alone is not None:
+                alone.close()
+
+    def cut(self, whole: dict[str, torch.Tensor]) -> list[dw.Shard]:
+        """This rank's shards. Some are copies, as a GPU's are; some are views of the whole."""
+
+        def part(name: str, *where: slice) -> dw.Shard:
+            return dw.Shard(name, whole[name][where].clone(), tuple(whole[name].shape), where)
+
+        def along(side: int) -> slice:
+            each = -(-side // self.size)
+            return slice(min(side, self.rank * each), min(side, (self.rank + 1) * each))
+
+        def flat(name: str, ends: list[int]) -> dw.Shard:
+            where = range(*ends[self.rank : self.rank + 2])
+            return dw.Shard(name, whole[name].reshape(-1)[where.start : where.stop], tuple(whole[name].shape), where)
+
+        rows = part("rows.weight", along(301))
+        shards = [
+            rows,
+            dw.Shard("tied.weight", rows.tensor, rows.full_shape, rows.where),
+            part("columns.weight", slice(None), along(264)),
+            # every rank has two pieces of it, as of a fused projection
+            part("experts", along(8), slice(0, 3)),
+            part("experts", along(8), slice(3, 6)),
+            # one rank of four has nothing of it
+            flat("flat.weight", [0, 10000, 12000, 12000, 30150] if self.size == 4 else [0, 12010, 30150]),
+            dw.Shard("norm", whole["norm"], (24,)),
+            part("wide", slice(None), along(8)),
+            dw.Shard("step", whole["step"], ()),
+        ]
+        if self.rank == self.size - 1:
+            shards.append(part("last"))
+        return shards
+
+    def bad_shards(self) -> None:
+        """Each is refused on all ranks, and the publish after it works."""
+        first, last = self.rank == 0, self.rank == self.size - 1
+        whole = torch.arange(24.0).reshape(6, 4)
+        rows = slice(0, 3) if first else slice(3, 6)
+        good = [dw.Shard("w", whole[rows], (6, 4), (rows,))]
+        publisher = Publisher(self.run("bad-shards"))
+        other = whole + last
+        bad: dict[str, list[Any]] = {
+            "gap": [dw.Shard("w", whole[0:3], (6, 4), (slice(0, 3),))],
+            "shape": [dw.Shard("w", whole[rows], (7 if last else 6, 4), (rows,))],
+            "dtype": [dw.Shard("w", whole[rows].to(torch.float64 if last else torch.float32), (6, 4), (rows,))],
+            "bits": [*good, dw.Shard("w", other[2], (6, 4), range(8, 12)) if last else good[0]],
+            "twice": [*good, *([dw.Shard("w", other[4:5] + 1, (6, 4), (slice(4, 5),))] if last else [])],
+            "other": [*good, *(["w"] if last else [])],
+            "missing": good if first else [],
+        }
+        for name, shards in bad.items():
+            self.error(name, lambda shards=shards: publisher.publish(shards))
+        assert publisher.version is None
+        overlapping = [*good, dw.Shard("w", whole[2:4], (6, 4), range(8, 16))]
+        assert publisher.publish(tuple(overlapping)).result().version == 0
+        # after the first: said at once, by the rank that holds something else, and the next one goes on for all
+        whole += 1
+        if last:
+            self.error("later", lambda: publisher.publish(good))
+        else:
+            publisher.publish(overlapping)
+        whole += 1
+        assert publisher.publish(overlapping).result().version == 1
+        publisher.close()
+        self.report["bad-shards"] = str(digest_of(ModelView({"w": whole})))
+        self.error("alone", lambda: Publisher(self.run("alone"), group=None).publish(good))
+
+    def fsdp1(self) -> None:
+        for original in (True, False):
+            name = f"fsdp1-{original}"
+            self.side_by_side(name, flattened(original), anchor_every=3)
+            model = flattened(original)
+            training = Training(model, lr=1e-5)
+            publisher = Publisher(self.run(f"{name}-gathered"), detector=SnapshotDetector() if original else None)
+            for _ in range(STEPS):
+                training.step()
+                publisher.publish(model, step=training.steps, wait=True)
+                self.gathered(f"{name}-gathered", model)
+            publisher.close()
+
+    def gathered(self, name: str, model: nn.Module) -> None:
+        """Note the digest of the full state dict, as FSDP1 itself gathers it."""
+        whole = seeded(Small)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            whole.load_state_dict(model.state_dict())
+        digest = str(digest_of(ModelView(whole, "auto")))
+        self.report.setdefault(f"{name} digests", []).append(digest)
+
+    def fsdp1_goes_on(self) -> None:
+        """The training of `fsdp1` from its last step on, by another number of ranks."""
+        for original in (True, False):
+            name = f"fsdp1-{original}"
+            training = Training(flattened(original))
+            for _ in range(STEPS):
+                training.step()
+            with Publisher(self.run(name)) as publisher:
+                assert publisher.resume(training.model) == STEPS - 1
+                for _ in range(2):
+                    training.step()
+                    publisher.publish(training.model, step=training.steps, wait=True)
+                    self.gathered(f"{name} on", training.model)
+
+    def fsdp1_ways(self) -> None:
+        """Before the first step, between forward and backward, in mixed precision, unsharded, and refused."""
+        ways: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "mixed": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+            "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+            "unsharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        }
+        for name, how in ways.items():
+            model = flattened(True, **how)
+            training = Training(model, lr=1e-4)
+            publisher = Publisher(self.run(f"fsdp1-{name}"))
+            publisher.publish(model, step=0, wait=True)
+            self.gathered(f"fsdp1-{name}", model)
+            training.step()
+            model(torch.zeros(1, 3, dtype=torch.int64))
+            publisher.publish(model, step=1, wait=True)
+            self.gathered(f"fsdp1-{name}", model)
+            publisher.close()
+        conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        bad = FSDP(nn.Sequential(conv), device_id=torch.device("cpu"))
+        self.error("not by rows", lambda: Publisher(self.run("not-by-rows")).publish(bad))
+        self.error("fsdp1 alone", lambda: Publisher(self.run("alone"), group=None).publish(model))
+        for original in (True, False):
+            inner = flattened(original).module
+            self.error(f"inner {original}", lambda inner=inner: Publisher(self.run("inner")).publish(inner))
+            self.error(f"leaf {original}", lambda inner=inner: Publisher(self.run("inner")).publish(inner.up.module))
+
+    def fsdp1_adamw(self) -> None:
+        training = Training(flattened(True), DeltaAdamW, weight_decay=0.1)
+        noted = Publisher(self.run("fsdp1-adamw"), detector=training.optimizer)
+        compared = Publisher(self.run("fsdp1-compared"))
+        for _ in range(STEPS):
+            training.step()
+            for publisher in (noted, compared):
+                publisher.publish(training.model, step=training.steps, wait=True)
+        for publisher in (noted, compared):
+            publisher.close()
+
     # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def error(self, what: str, work: Callable[[], Any]) -> None:
@@ -752,17 +927,17 @@ class Rank:
             raise AssertionError(f"{what} should have failed")
 
 
-def main(scenarios: str, folder: Path) -> None:
+def main(scenarios: str, folder: Path, kind: type[Rank] = Rank) -> None:
     """Scenarios after a slash start with a new process group. All but the last group run in a fork of this process:
     a fork costs nothing, starting ranks anew costs seconds for each."""
     torch.set_num_threads(1)
     *before, last = scenarios.split("/")
     for names in before:
         if not (child := os.fork()):
-            play(names, folder)
+            play(names, folder, kind)
         if os.waitpid(child, 0)[1]:
             sys.exit(f"{names} failed")
-    play(last, folder)
+    play(last, folder, kind)
 
 
 def rehearse() -> None:
@@ -774,7 +949,7 @@ def rehearse() -> None:
             publisher.publish(training.model, wait=True)
 
 
-def launch(size: int, scenarios: str, folder: Path) -> int:
+def launch(size: int, scenarios: str, folder: Path, kind: type[Rank] = Rank) -> int:
     """Fork the ranks, and return 0 if all of them succeeded."""
     torch.set_num_threads(1)
     rehearse()
@@ -782,14 +957,14 @@ def launch(size: int, scenarios: str, folder: Path) -> int:
     for rank in range(size):
         if not (child := os.fork()):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RESTART_COUNT": "0"}
-            main(scenarios, folder)
+            main(scenarios, folder, kind)
         ranks.append(child)
     return int(any([os.waitpid(child, 0)[1] for child in ranks]))
 
 
-def play(names: str, folder: Path) -> NoReturn:
+def play(names: str, folder: Path, kind: type[Rank]) -> NoReturn:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    me = Rank(rank, size, folder)
+    me = kind(rank, size, folder)
     me.meet(f"{names}-{attempt}")
     try:
         for scenario in names.split(","):

@@ -6,6 +6,7 @@ from .adapters import adapter, merged
 from .detectors import HostDetector
 from .pending import Published, PublishHandle
 from .publisher import Publisher
+from .shard import Shard
 
 if TYPE_CHECKING:
     from .adamw import DeltaAdamW
@@ -18,6 +19,7 @@ __all__ = [
     "PublishHandle",
     "Published",
     "Publisher",
+    "Shard",
     "SnapshotDetector",
     "adapter",
     "merged",

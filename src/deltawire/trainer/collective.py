@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..core.errors import (
     DivergedRun,
+    Misconfigured,
     OutOfStep,
     PublishFailed,
     RankLost,
@@ -29,8 +30,9 @@ from ..core.errors import (
     SchemaMismatch,
     WriterConflict,
 )
-from ..models import is_module, is_torch
+from ..models import is_module, is_partitioned, is_torch
 from .pairs import is_pairs
+from .shard import Held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +44,14 @@ _PATIENCE = timedelta(days=1)
 """No limit on the time of a training step. A rank that died is noticed by its closed connection."""
 
 RESTART = "Restart the training from its checkpoint, and the run goes on from there"
+
+_NOTICED = 0.5
+"""Seconds until the end of a process is seen on all its connections."""
+
+_LOST, _NEVER_SENT = 1, 2
+"""Tags of messages: the number of a rank that has ended, and what nobody sends."""
+
+_AT_ONCE = timedelta(milliseconds=1)
 
 _REMIND = 30.0
 _MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"
@@ -101,20 +111,72 @@ class Group:
         return error
 
 
-class Ranks(Group):
-    """The ranks of a torch process group."""
+class _Watch:
+    """Connections beside those of messages, which say which rank has ended: only the end of a process closes one.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    Who sees that tells the others, before its own process may end as well.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
         import torch
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
-        ranks = dist.get_process_group_ranks(group)
+        self._group: Any = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        own = dist.get_rank(self._group)
+        self._others = {number: rank for number, rank in enumerate(ranks) if number != own}
+        self._told = {number: torch.full((1,), -1) for number in self._others}
+        # from the beginning: what is sent then arrives, even if its sender ends at once
+        self._receiving = [dist.irecv(self._told[n], rank, self._group, _LOST) for n, rank in self._others.items()]
+        self._turn = threading.Lock()
+        self._lost: list[int] = []
+
+    def lost(self) -> list[int]:
+        """Ranks whose processes have ended. Waits half a second until that is seen."""
+        ends = time.monotonic() + _NOTICED
+        with self._turn:
+            while not self._lost:
+                closed = [number for number in self._others if self._is_closed(number)]
+                # a rank that told of another one and ended is not the cause
+                told = sorted({int(number) for number in self._told.values()} - {-1})
+                if told or closed:
+                    self._lost = told or closed
+                    self._tell(self._lost[0])
+                elif time.monotonic() > ends:
+                    break
+                else:
+                    time.sleep(_NOTICED / 20)
+            return self._lost
+
+    def _is_closed(self, number: int) -> bool:
+        try:
+            self._dist.irecv(self._torch.empty(1), self._others[number], self._group, _NEVER_SENT)
+        except RuntimeError:
+            return True
+        return False
+
+    def _tell(self, lost: int) -> None:
+        for rank in self._others.values():
+            with suppress(RuntimeError):
+                self._dist.send(self._torch.tensor([lost]), rank, self._group, _LOST)
+
+
+class Ranks(Group):
+    """The ranks of a torch process group."""
+
+    def __init__(self, group: ProcessGroup, beside: Ranks | None = None) -> None:
+        """`beside` are the same ranks, used by another thread."""
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
+        self._ranks = ranks = dist.get_process_group_ranks(group)
         reminder = threading.Timer(_REMIND, log.warning, (_MISSING, len(ranks)))
         reminder.daemon = True
         reminder.start()
         # members alone make it; others of the world need not know
         self._group: Any = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        self._watch: _Watch = beside._watch if beside else _Watch(ranks)
         reminder.cancel()
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._agreed: Exception | None = None
@@ -145,9 +207,23 @@ class Ranks(Group):
         try:
             yield
         except RuntimeError as error:
+            lost = self._watch.lost()
+            # ranks that wait for others than the lost one would wait for ever
+            self._close()
+            who = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "another rank"
             raise RankLost(
-                f"another rank of this trainer does not answer any more, so no version can be finished. {RESTART}"
+                f"{who} of this trainer does not answer any more, so no version can be finished. {RESTART}"
             ) from error
+
+    def _close(self) -> None:
+        """Close all connections of this group. gloo does so where a message does not come in time, and in no other
+        case while something refers to the group."""
+        for rank in range(self.size):
+            with suppress(RuntimeError):
+                if rank != self.rank:
+                    nothing = self._torch.empty(1)
+                    receiving: Any = self._dist.irecv(nothing, self._ranks[rank], self._group, _NEVER_SENT)
+                    receiving.wait(_AT_ONCE)
 
     def together(self, work: Callable[[], T]) -> list[T]:
         error: Exception | None = None
@@ -273,6 +349,11 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
 
     `group` is what the user said: a process group, None for alone, or "auto".
     """
+    if isinstance(model, Held) and (group is None or not may_share(group)):
+        raise Misconfigured(
+            "shards are published by the ranks of torch.distributed: call init_process_group() before, also for one "
+            "process, and leave out group=None"
+        )
     if group is None or not may_share(group):
         return None
     if is_module(model):
@@ -281,5 +362,7 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
         tensors = [t for t in model.values() if is_torch(t)] if isinstance(model, Mapping) else []
     dist = sys.modules["torch"].distributed
     found: ProcessGroup = dist.group.WORLD if isinstance(group, str) else group
+    if isinstance(model, Held) or is_partitioned(model):
+        return found
     shared = dist.get_world_size(found) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
     return found if (tensors or is_pairs(model)) and shared else None

@@ -109,9 +109,10 @@ class Pipeline:
         if group is None:
             self._local, self._group, self._writing_group = local, Group(), Group()
         else:
-            self._group, self._writing_group = Ranks(group), Ranks(group)
+            ranks = Ranks(group)
+            self._group, self._writing_group = ranks, Ranks(group, ranks)
             self._local = local if one_by_one else local.sharded()
-        self._one_by_one = one_by_one
+        self.one_by_one = one_by_one
         self._lockstep = Lockstep(self._writing_group)
         self._publishes = 0
         leave = (lambda: self._lockstep.leave(self._publishes)) if self.together else None
@@ -199,7 +200,7 @@ class Pipeline:
         Ranks agree on names, dtypes and shapes before anything counts as captured. Bits are not compared: those of rank
         0 are published. A rank to which nothing comes only takes part in what the iterator does.
         """
-        if self.together and is_pairs(model) != self._one_by_one:
+        if self.together and is_pairs(model) != self.one_by_one:
             raise SchemaMismatch(
                 "where several ranks publish together, one publisher takes either a model or weights that come one by "
                 "one: make a second one for the other kind, at another address"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -35,6 +35,7 @@ from .pending import PendingVersion, Progress, Published, PublishHandle
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild
+from .shard import Held, Shard, as_held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -181,7 +182,7 @@ class Publisher:
 
     def publish(
         self,
-        model: Model | Pairs,
+        model: Model | Pairs | Collection[Shard],
         *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -191,9 +192,10 @@ class Publisher:
     ) -> PublishHandle:
         """Publish the model's present weights as the next version.
 
-        `model` is a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a
-        checkpoint folder). Returns once it is known what changed; training may continue. With `wait` it returns after
-        the commit and, in host memory, needs no more than one copy of the model plus a few blocks.
+        `model` is a torch module, a state dict, a mapping of arrays, a list of `Shard` (what this rank holds of a model
+        that several ranks hold), or anything with `schema` and `region` (a checkpoint folder). Returns once it is known
+        what changed; training may continue. With `wait` it returns after the commit and, in host memory, needs no more
+        than one copy of the model plus a few blocks.
 
         Or an iterator of (name, tensor), as training frameworks have it: full tensors under their checkpoint names, one
         at a time, in any order.
@@ -219,8 +221,9 @@ class Publisher:
         handle = pending.handles[0]
 
         def capture() -> Pipeline:
-            pipeline = self._pipeline_for(model)
-            pipeline.publish(model, pending, wait)
+            weights = self._handed_in(model)
+            pipeline = self._pipeline_for(weights)
+            pipeline.publish(weights, pending, wait)
             if wait and pipeline.together:
                 # in its turn: other ranks must see this rank's publishes in one order
                 pipeline.background.wait_for(handle)
@@ -232,9 +235,14 @@ class Publisher:
             pipeline.background.wait_for(handle)
         return handle
 
-    def resume(self, model: Model | Pairs) -> int:
+    def resume(self, model: Model | Pairs | Collection[Shard]) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
-        return self._in_turn(lambda: self._pipeline_for(model).resume(model))
+
+        def compare() -> int:
+            weights = self._handed_in(model)
+            return self._pipeline_for(weights).resume(weights)
+
+        return self._in_turn(compare)
 
     def weights(self) -> Source:
         """The weights published last, read by region: what the next publish is compared with.
@@ -345,7 +353,12 @@ class Publisher:
                 "`on_version`: nothing was done. Set a flag there, and call it in the training loop when it is set"
             )
 
-    def _pipeline_for(self, model: Model | Pairs) -> Pipeline:
+    def _handed_in(self, model: Model | Pairs | Collection[Shard]) -> Any:
+        """Shards as one object, anything else as it is. A list of nothing is one of shards where ranks publish shards,
+        which the first publish decides."""
+        return as_held(model, nothing=may_share(self._group) and not self._pipeline.one_by_one)
+
+    def _pipeline_for(self, model: Model | Pairs | Held) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
 
         Also finds the files that go with the model.

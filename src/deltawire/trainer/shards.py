@@ -1,33 +1,36 @@
 """What one rank writes of a sharded model: regions of the checkpoint's tensors, and where they lie in its memory.
 
 A DTensor says how it is cut (placements) and where this rank stands (mesh); along each dimension that gives the indices
-held here, and these make regions of the tensor's matrix. A plain tensor is held whole by every rank. What several
-ranks hold (replicas, DDP, buffers) is written by one of them, so that all have about as much to write.
+held here, and these make regions of the tensor's matrix. So does a rectangle of a Shard; a flat range, as ZeRO 3 and
+FSDP1 cut, is at most three regions. A plain tensor is held whole by every rank. What several ranks hold (replicas, DDP,
+buffers) is written by one of them, so that all have about as much to write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core import digest
-from ..core.change import Block, Region, blocks, tile, whole
+from ..core.change import Block, Region, blocks, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import lookup
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
-from ..core.schema import Schema, TensorSpec
+from ..core.schema import Schema, TensorSpec, listed
 from ..huggingface import Band
-from ..models import ModelView, is_module, tensors_of
+from ..models import ModelView, torch_bits
 from ..views.blocks import Blocks, Grid
 from ..views.host import Place
 from .adamw import AdamWDetector, local_tensor
@@ -35,6 +38,8 @@ from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
 from .device import FusedDetector
 from .local import LocalModel
+from .partitioned import held_by_name
+from .shard import Held, Pieces
 
 Indices = npt.NDArray[np.int64]
 
@@ -44,8 +49,12 @@ class LocalRegion:
     """A region of a checkpoint's tensor that this rank holds."""
 
     region: Region
-    row: int
-    """Row of the local tensor, seen as a matrix, at which it begins. It has all columns of the local tensor."""
+    at: int
+    """Element of the local tensor at which it begins."""
+    width: int
+    """Elements of the local tensor from one row of it to the next."""
+    piece: int = 0
+    """Which piece of several that this rank holds of the tensor."""
 
     @property
     def name(self) -> str:
@@ -55,12 +64,24 @@ class LocalRegion:
     def of(self, blocks: Blocks) -> LocalRegion:
         """The same rectangle in a view."""
         grid, r = blocks.grids.get(self.region.tensor.name), self.region
-        return self if grid is None else LocalRegion(Region(grid.weights, r.row, r.rows, r.column, r.columns), self.row)
+        return self if grid is None else replace(self, region=replace(r, tensor=grid.weights))
+
+    def within(self, inner: Region, of: Region | None = None) -> LocalRegion:
+        """A part of it. `of`: the region as other coordinates have it, which those of `inner` are."""
+        here = of or self.region
+        per = lookup(here.tensor.dtype).units_per_element
+        at = self.at + (inner.row - here.row) * self.width + (inner.column - here.column) // per
+        return replace(self, region=inner, at=at)
 
     def cut(self, local: Tensor) -> Tensor:
         """The region as a view of the local tensor."""
-        rows = local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)
-        return rows[self.row : self.row + self.region.rows]
+        rows, columns = self.region.rows, self.region.columns // lookup(self.region.tensor.dtype).units_per_element
+        if local.dim() > 1:
+            row, column = divmod(self.at, self.width)
+            return local.detach().reshape(-1, self.width)[row : row + rows, column : column + columns]
+        flat = local.detach().reshape(-1)
+        step = flat.stride(0)
+        return flat.as_strided((rows, columns), (self.width * step, step), flat.storage_offset() + self.at * step)
 
 
 class Shards(LocalModel):
@@ -73,16 +94,25 @@ class Shards(LocalModel):
     _scales: Mapping[LocalRegion, Grid]
     """Of a view: the scales that this rank writes."""
     _group: Group
+    _cut: Mapping[str, object] | None = None
+    """How the shards that this rank was given are cut."""
 
     @property
     def regions(self) -> Sequence[Region]:
         return [part.region for part in self._written]
 
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
-        schema = group.together(lambda: self._schema_of(model))[0]
+        self._cut = None
+        schemas = group.together(lambda: self._schema_of(model))
+        schema = group.each(lambda: merge(schemas)) if isinstance(model, Held) else schemas[0]
         held = group.together(lambda: self._hold(model, schema, group.rank))
-        mine = share_out(held, schema)[group.rank]
-        self._parts = self._written = [part for part in self._parts if part.region in mine]
+        holders = group.each(lambda: tiles(held, schema))
+        if isinstance(model, Held):
+            self._require_equal_copies(model, holders, group)
+            self._cut = model.cut
+        mine = share_out(holders, group.size)[group.rank]
+        by_tile = {part.region: part for part in self._cut_to(holders)}
+        self._parts = self._written = [by_tile[tile] for tile in holders if tile in mine]
         view = group.each(lambda: self._view(model))
         self._schema = view.schema
         if self.view is None:
@@ -91,12 +121,14 @@ class Shards(LocalModel):
         grids = self._blocks.grids
         # any rank could write them: all know the largest weights of all blocks
         self._scales = {
-            LocalRegion(whole(grid.scales), 0): grid for grid in [*grids.values()][group.rank :: group.size]
+            LocalRegion(whole(grid.scales), 0, grid.scales.columns): grid
+            for grid in [*grids.values()][group.rank :: group.size]
         }
         self._written = [part.of(self._blocks) for part in self._parts] + [*self._scales]
         return self._blocks.schema, self._viewed_parts(view)
 
     def source(self, model: Any) -> Source:
+        self._require_same_cut(model)
         view = self._view(model)
         if view.schema != self._schema:
             raise SchemaMismatch("this model is cut in another way than the one published before")
@@ -145,24 +177,62 @@ class Shards(LocalModel):
         return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:
-        return tensors_of(model)
+        return model.tensors if isinstance(model, Held) else held_by_name(model)
 
     def _schema_of(self, model: Any) -> Schema:
         """The checkpoint's schema. Ties are seen by shared memory, which a rank with an empty shard cannot."""
-        if is_module(model) and any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
-            raise SchemaMismatch(
-                "FullyShardedDataParallel keeps flattened weights; shard with torch.distributed.fsdp.fully_shard"
-            )
         tensors = self._tensors(model)
         with torch.no_grad():
             local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._wire_dtype, of=model).schema
         specs = [TensorSpec(t.name, t.dtype, tuple(tensors[t.name].shape)) for t in local.tensors]
         return Schema.build(specs, local.ties)
 
+    def _cut_to(self, holders: Iterable[Region]) -> Iterator[LocalRegion]:
+        """What this rank holds, cut to the tiles that all ranks have cut the tensors to."""
+        by_tensor: dict[str, list[Region]] = {}
+        for tile in holders:
+            by_tensor.setdefault(tile.tensor.name, []).append(tile)
+        for part in self._parts:
+            for tile in by_tensor.get(part.region.tensor.name, ()):
+                if part.region.meet(tile) == tile:
+                    yield part.within(tile)
+
+    def _require_equal_copies(self, model: Held, holders: Mapping[Region, Sequence[int]], group: Group) -> None:
+        """Raise SchemaMismatch on all ranks where they hold the same part of a tensor with other bits."""
+
+        def copies() -> dict[Region, set[str]]:
+            found: dict[Region, set[str]] = {}
+            for part in self._cut_to(tile for tile, ranks in holders.items() if len(ranks) > 1):
+                bits = torch_bits(part.cut(model.tensors[part.region.tensor.name].pieces[part.piece][0]))
+                found.setdefault(part.region, set()).add(blake3(bits.tobytes()).hexdigest())
+            return found
+
+        first: dict[Region, tuple[int, set[str]]] = {}
+        for rank, found in enumerate(group.together(copies)):
+            for tile, bits in found.items():
+                other, expected = first.setdefault(tile, (rank, bits))
+                if bits != expected or len(bits) > 1:
+                    raise group.agreed(
+                        SchemaMismatch(
+                            f"ranks {other} and {rank} hold the same part of {tile.tensor.name!r} with other bits"
+                            if rank != other
+                            else f"rank {rank} holds a part of {tile.tensor.name!r} twice, with other bits"
+                        )
+                    )
+
+    def _require_same_cut(self, model: Any) -> None:
+        if self._cut is None and not isinstance(model, Held):
+            return
+        cut = model.cut if isinstance(model, Held) else {}
+        before = self._cut or {}
+        if cut != before:
+            names = [name for name in {**before, **cut} if before.get(name) != cut.get(name)]
+            raise SchemaMismatch(f"this rank holds other parts of {listed(names)} than when it published before")
+
     def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
         """Note and return all regions that this rank holds."""
-        ours = self._schema_of(model)
-        if rank:
+        if rank and not isinstance(model, Held):
+            ours = self._schema_of(model)
             # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything
             untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
             Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {rank}", theirs="rank 0")
@@ -170,7 +240,9 @@ class Shards(LocalModel):
         # of tensors that bands are cut from, found once: a layer's experts are hundreds of bands
         wholes: dict[int, list[LocalRegion]] = {}
         for spec in schema.tensors:
-            tensor = tensors[spec.name]
+            if (tensor := tensors.get(spec.name)) is None:
+                # of shards that were handed in: all of it is on other ranks
+                continue
             if isinstance(tensor, Band):
                 if id(tensor.whole) not in wholes:
                     fused = TensorSpec(spec.name, spec.dtype, tuple(tensor.whole.shape))
@@ -185,27 +257,67 @@ class Shards(LocalModel):
         """The regions that this rank writes, each as a tensor of its own."""
         tensors = self._tensors(model)
         with torch.no_grad():
-            local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in self._parts}
+            local = {part.name: part.cut(_local(tensors[part.region.tensor.name], part)) for part in self._parts}
         view = ModelView(local, self._wire_dtype, known=self._known, of=model)
         self._known = view.known
         return view
 
 
-def _local(tensor: Any) -> Tensor:
+def _local(tensor: Any, part: LocalRegion) -> Tensor:
     """What this process has of a tensor, or of the one that a band is part of."""
-    return local_tensor(tensor.whole if isinstance(tensor, Band) else tensor)
+    whole = tensor.whole if isinstance(tensor, Band) else tensor
+    return whole.pieces[part.piece][0] if isinstance(whole, Pieces) else local_tensor(whole)
 
 
 def _stand_in(tensor: Any) -> Tensor:
     """A local tensor of the same dtype that shares memory with those of tied names. A band is tied to nothing."""
-    local = _local(tensor)
+    whole = tensor.whole if isinstance(tensor, Band) else tensor
+    local = whole.mark if isinstance(whole, Pieces) else local_tensor(whole)
     return local.new_empty(0) if isinstance(tensor, Band) else local
+
+
+def merge(schemas: Sequence[Schema]) -> Schema:
+    """The schema of a checkpoint of which each rank knows the tensors that it holds a part of.
+
+    Names are tied if they are on every rank that has one of them.
+    """
+    found: dict[str, tuple[int, TensorSpec]] = {}
+    homes: list[dict[str, str]] = []
+    for rank, schema in enumerate(schemas):
+        specs = schema.by_name()
+        homes.append({**{name: name for name in specs}, **schema.ties})
+        for name, stored in homes[-1].items():
+            spec = specs[stored]
+            ours = TensorSpec(name, spec.dtype, spec.shape)
+            first, theirs = found.setdefault(name, (rank, ours))
+            if ours != theirs:
+                raise SchemaMismatch(
+                    f"{name!r} is {ours.dtype} {list(ours.shape)} on rank {rank} and {theirs.dtype} "
+                    f"{list(theirs.shape)} on rank {first}"
+                )
+    ties: dict[str, str] = {}
+    for alias, stored in chain.from_iterable(schema.ties.items() for schema in schemas):
+        # ranks may have named them in another order
+        if alias in ties or alias in ties.values() or stored in ties:
+            continue
+        if all((alias in home) == (stored in home) and home.get(alias) == home.get(stored) for home in homes):
+            ties[alias] = stored
+    return Schema.build([spec for name, (_, spec) in found.items() if name not in ties], ties)
 
 
 def held(tensor: Any, spec: TensorSpec) -> list[LocalRegion]:
     """The regions of a tensor that this rank holds."""
     if tuple(tensor.shape) != spec.shape:
         raise SchemaMismatch(f"{spec.name!r} is {list(tensor.shape)} on this rank and {list(spec.shape)} on rank 0")
+    if isinstance(tensor, Pieces):
+        found = []
+        for number, (_, where) in enumerate(tensor.pieces):
+            if isinstance(where, range):
+                regions = [*flat_regions(spec, where)]
+            else:
+                regions = _rectangle(spec, [np.arange(w.start, w.stop) for w in where], str(where))
+            found += [replace(region, piece=number) for region in regions]
+        return found
     axes = [np.arange(side) for side in spec.shape]
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -213,12 +325,18 @@ def held(tensor: Any, spec: TensorSpec) -> list[LocalRegion]:
             return []
         cuts = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
         axes = [_along(axis, dim, cuts, spec.name) for dim, axis in enumerate(axes)]
-        found, expected = tuple(tensor.to_local().shape), tuple(len(axis) for axis in axes)
-        if found != expected:
+        here, expected = tuple(tensor.to_local().shape), tuple(len(axis) for axis in axes)
+        if here != expected:
             raise SchemaMismatch(
                 f"{spec.name!r} is placed as {tensor.placements}, which should leave {list(expected)} here but has "
-                f"{list(found)}: this placement is not understood"
+                f"{list(here)}: this placement is not understood"
             )
+        return _rectangle(spec, axes, str(tensor.placements))
+    return _rectangle(spec, axes, "a plain tensor")
+
+
+def _rectangle(spec: TensorSpec, axes: Sequence[Indices], how: str) -> list[LocalRegion]:
+    """Regions of a tensor's matrix where each dimension has these indices."""
     if not all(len(axis) for axis in axes):
         return []
     *outer, last = axes or [np.arange(1)]
@@ -227,10 +345,25 @@ def held(tensor: Any, spec: TensorSpec) -> list[LocalRegion]:
         rows = (rows[:, None] * side + axis).reshape(-1)
     columns = _runs(last)
     if len(columns) > 1:
-        raise SchemaMismatch(f"{spec.name!r} has a shard of scattered columns, {tensor.placements}: not understood")
+        raise SchemaMismatch(f"{spec.name!r} has a shard of scattered columns, {how}: not understood")
     per = lookup(spec.dtype).units_per_element
     (column, _, width) = columns[0]
-    return [LocalRegion(Region(spec, row, count, column * per, width * per), at) for row, at, count in _runs(rows)]
+    return [
+        LocalRegion(Region(spec, row, count, column * per, width * per), at * width, width)
+        for row, at, count in _runs(rows)
+    ]
+
+
+def flat_regions(spec: TensorSpec, where: range) -> Iterator[LocalRegion]:
+    """A flat range of a tensor: part of a row, rows, part of a row."""
+    side, per = (spec.shape[-1] if spec.shape else 1), lookup(spec.dtype).units_per_element
+    at = where.start
+    while at < where.stop:
+        row, column = divmod(at, side)
+        rows = 1 if column else max(1, (where.stop - at) // side)
+        columns = min(side - column, where.stop - at)
+        yield LocalRegion(Region(spec, row, rows, column * per, columns * per), at - where.start, side)
+        at += rows * columns
 
 
 def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list[LocalRegion]:
@@ -242,8 +375,8 @@ def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list
         there = part.region
         common = there.meet(Region(there.tensor, band.row, spec.rows, 0, there.tensor.columns))
         if common is not None:
-            here = Region(spec, common.row - band.row, common.rows, common.column, common.columns)
-            found.append(LocalRegion(here, part.row + common.row - there.row))
+            here = replace(common, tensor=spec, row=common.row - band.row)
+            found.append(replace(part.within(common), region=here))
     return found
 
 
@@ -276,18 +409,50 @@ def _runs(indices: Indices) -> list[tuple[int, int, int]]:
     return [(int(indices[a]), a, b - a) for a, b in pairwise(starts)]
 
 
-def share_out(held: Sequence[Sequence[Region]], schema: Schema) -> list[set[Region]]:
-    """Which rank writes what, from what each of them holds. The same on every rank.
+def tiles(held: Sequence[Sequence[Region]], schema: Schema) -> dict[Region, list[int]]:
+    """Which ranks hold what, in tiles: regions that overlap are cut along each other's edges.
 
-    Raises SchemaMismatch if they do not hold every weight, or hold regions that overlap without being the same.
+    Tiles that share a row have the same rows. Raises SchemaMismatch if ranks do not hold every weight.
     """
-    holders: dict[Region, list[int]] = {}
+    by_tensor: dict[str, dict[Region, list[int]]] = {tensor.name: {} for tensor in schema.tensors}
     for rank, regions in enumerate(held):
         for region in regions:
-            holders.setdefault(region, []).append(rank)
-    tile(holders, schema, "this trainer")
-    load = [0] * len(held)
-    mine: list[set[Region]] = [set() for _ in held]
+            by_tensor[region.tensor.name].setdefault(region, []).append(rank)
+    found: dict[Region, list[int]] = {}
+    for tensor in schema.tensors:
+        before, regions_here = len(found), by_tensor[tensor.name]
+        for region, tile in _along_edges(regions_here):
+            found.setdefault(tile, []).extend(regions_here[region])
+        here = sum(tile.units for tile in [*found][before:])
+        if here < tensor.units:
+            per = lookup(tensor.dtype).units_per_element
+            raise SchemaMismatch(
+                f"no rank of this trainer holds {(tensor.units - here) // per:,} of the {tensor.elements:,} elements "
+                f"of {tensor.name!r}: ranks must hold all of it together"
+            )
+    return found
+
+
+def _along_edges(regions: Collection[Region]) -> Iterator[tuple[Region, Region]]:
+    """(region, tile of it), where regions of one tensor are cut along each other's edges: first rows, then columns."""
+    edges = sorted({edge for region in regions for edge in (region.row, region.row + region.rows)})
+    bands: dict[int, list[Region]] = {}
+    for region in regions:
+        for band in range(bisect_left(edges, region.row), bisect_left(edges, region.row + region.rows)):
+            bands.setdefault(band, []).append(region)
+    for band, across in bands.items():
+        row, end = edges[band : band + 2]
+        sides = sorted({side for region in across for side in (region.column, region.column + region.columns)})
+        for region in across:
+            first, last = bisect_left(sides, region.column), bisect_left(sides, region.column + region.columns)
+            for column, stop in pairwise(sides[first : last + 1]):
+                yield region, Region(region.tensor, row, end - row, column, stop - column)
+
+
+def share_out(holders: Mapping[Region, Sequence[int]], size: int) -> list[set[Region]]:
+    """Which rank writes what, of the ranks that hold it. The same on every rank."""
+    load = [0] * size
+    mine: list[set[Region]] = [set() for _ in load]
 
     def order(region: Region) -> tuple[Any, ...]:
         # what only one rank has comes first, the rest evens it out, largest first
