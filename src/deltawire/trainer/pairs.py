@@ -97,7 +97,9 @@ class OneByOne:
     def _take(self, pair: Any) -> str:
         """Compare or copy a tensor. Returns its name."""
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise UnsupportedTensor(f"an iterator of weights brings pairs (name, tensor), not a {type(pair).__name__}")
+            raise UnsupportedTensor(
+                f"an iterator of weights brings pairs (name, tensor), not a {type(pair).__name__}; shards come in a list"
+            )
         name, tensor = pair
         if not isinstance(name, str):
             raise UnsafeName(f"tensors are named by strings, not by {name!r:.80}, a {type(name).__name__}")

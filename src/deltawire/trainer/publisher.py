@@ -35,7 +35,7 @@ from .pending import PendingVersion, Progress, Published, PublishHandle
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild
-from .shard import Held, Shard, as_held
+from .shard import Shard, as_held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -358,7 +358,7 @@ class Publisher:
         which the first publish decides."""
         return as_held(model, nothing=may_share(self._group) and not self._pipeline.one_by_one)
 
-    def _pipeline_for(self, model: Model | Pairs | Held) -> Pipeline:
+    def _pipeline_for(self, model: Any) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
 
         Also finds the files that go with the model.
