@@ -85,12 +85,16 @@ def _layers(model: Any) -> Iterator[Any]:
 
 def fsdp1_root(model: Any) -> Any | None:
     """The outermost module of FSDP1, or what is around several of them; None for a model without."""
-    if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules or not hasattr(model, "modules"):
+    if not is_fsdp1_imported() or not hasattr(model, "modules"):
         return None
     for module in _layers(model):
         if is_fsdp1(module):
             return module
     return module if any(map(is_fsdp1, module.modules())) else None
+
+
+def is_fsdp1_imported() -> bool:
+    return "torch.distributed.fsdp.fully_sharded_data_parallel" in sys.modules
 
 
 def is_fsdp1(module: Any) -> bool:
@@ -141,10 +145,13 @@ def tensors_of(model: Any, held: Mapping[str, Any] | None = None) -> dict[str, A
             f"{type(model).__name__} holds base weights and an adapter: pass adapter(model) or merged(model), "
             "both from deltawire.trainer"
         )
-    if held is None and (
-        fsdp1_root(whole) is not None or any(map(is_flattened, getattr(whole, "parameters", tuple)()))
-    ):
-        raise UnsupportedTensor(f"{type(model).__name__} is {FLATTENED}")
+    if held is None and is_fsdp1_imported() and any(map(is_flattened, getattr(whole, "parameters", tuple)())):
+        if hasattr(whole, "named_modules"):
+            raise UnsupportedTensor(f"{type(model).__name__} is {FLATTENED}")
+        raise UnsupportedTensor(
+            f"{type(model).__name__} is of a model sharded by FSDP1, whose flattened weights PEFT cannot name: shard "
+            "it with torch.distributed.fsdp.fully_shard"
+        )
     # state_dict of a module gives detached tensors that share the parameters' storage
     tensors = model.state_dict() if held is None else held
     named = {_plain(name): tensor for name, tensor in tensors.items()}

@@ -405,6 +405,16 @@ def test_a_torch_that_keeps_fsdp1_in_another_way_is_named(tmp_path: Path) -> Non
         }
         with dw.Publisher(tmp_path / "run") as publisher:
             assert publisher.publish(model).result(60).version == 0
+        peft = pytest.importorskip("peft")
+        tuned = peft.get_peft_model(
+            torch.nn.Sequential(torch.nn.Linear(3, 2)), peft.LoraConfig(r=1, target_modules=["0"])
+        )
+        tuned = FullyShardedDataParallel(tuned, device_id=torch.device("cpu"), use_orig_params=True)
+        with (
+            dw.Publisher(tmp_path / "other") as publisher,
+            pytest.raises(UnsupportedTensor, match=r"Adapter is of a model sharded by FSDP1.*fully_shard"),
+        ):
+            publisher.publish(dw.adapter(tuned))
         for name in partitioned.NOTED:
             noted = getattr(model._handle.flat_param, name)
             delattr(model._handle.flat_param, name)
