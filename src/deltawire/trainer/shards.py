@@ -231,11 +231,13 @@ class Shards(LocalModel):
 
     def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
         """Note and return all regions that this rank holds."""
-        if rank and not isinstance(model, Held):
+        if not isinstance(model, Held):
+            # by all ranks: a view such as merged(model) may gather
             ours = self._schema_of(model)
-            # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything
-            untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
-            Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {rank}", theirs="rank 0")
+            if rank:
+                # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything
+                untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
+                Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {rank}", theirs="rank 0")
         tensors, parts = self._tensors(model), []
         # of tensors that bands are cut from, found once: a layer's experts are hundreds of bands
         wholes: dict[int, list[LocalRegion]] = {}
