@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_numpy_mappings(encoding: str, tensors: list[tuple[str, tuple[int, ...]]
     assert same(old, kept)
     assert all(result[n].dtype == new[n].dtype and result[n].shape == new[n].shape for n in new)
     assert not any(np.shares_memory(result[n], old[n]) for n in old)
+
+
+@every_encoding
+def test_the_example_of_the_docstring_runs(encoding: str) -> None:
+    shown = (dw.encode.__doc__ or "").split("\n\n")[1]
+    old = {"a": np.arange(6, dtype=np.uint16).reshape(2, 3), "b": np.zeros(4, np.float32)}
+    new = {name: array + 1 for name, array in old.items()}
+    for first, second in ((old, new), [{name: torch.tensor(a) for name, a in each.items()} for each in (old, new)]):
+        exec(
+            textwrap.dedent(shown).replace("old, new", f"old, new, {encoding!r}"),
+            {"dw": dw, "old": first, "new": second},
+        )
 
 
 @every_encoding

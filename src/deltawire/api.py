@@ -25,7 +25,8 @@ def encode(
     """Encode the changes from `old` to `new`, bit for bit, as a sparse safetensors file.
 
         blob = dw.encode(old, new)
-        assert dw.decode(blob, old) == new      # for mappings, array by array
+        copy = dw.decode(blob, old)             # {name: array}, with the bits of `new`
+        assert all((copy[name] == new[name]).all() for name in new)
 
     Both are `{name: array}` mappings (torch, or numpy with the bits of a bfloat16 as uint16) or torch modules.
     Raises SchemaMismatch unless names, shapes and dtypes are equal.

@@ -184,9 +184,12 @@ class ForeignObject(ChainError):
 
 
 class DigestMismatch(ChainError):
-    """Weights are not, bit for bit, the version that they should be.
+    """Weights are not, bit for bit, the version that they should be. A `Target` raises it by `update.require(digest)`.
 
-    `expected` is the digest that the manifest names, `found` the digest of the weights, both as 32 hex digits.
+    version   number of that version
+    expected  the digest that its manifest names, 32 hex digits
+    found     the digest of the weights, the same
+    hint      end of the message: what became of the weights, or what to do
     """
 
     def __init__(self, version: int, expected: str, found: str, hint: str = "") -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ REGIONS = "regions"
 _READ_UNITS = BLOCK_UNITS >> 2
 
 
+@runtime_checkable
 class Source(Protocol):
     """Anything that returns the bits of a region: a model in memory, a checkpoint folder, an anchor.
 

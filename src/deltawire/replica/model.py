@@ -20,7 +20,7 @@ from ..core import full
 from ..core.change import Region, regions, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
-from ..core.errors import DigestMismatch, SchemaMismatch
+from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.manifest import Base
 from ..core.schema import Schema, TensorSpec, listed
@@ -29,7 +29,7 @@ from ..core.state import State
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
 from .shard import MOST_UNITS, Piece, PieceChange, Shard, Sums
-from .target import Delta, Staged, Update, write_or_undo
+from .target import UNCHANGED, Delta, Staged, Update, write_or_undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +99,7 @@ class ModelTarget:
         clock, weights, content = time.perf_counter(), self._weights, update.content
         if not isinstance(content, Delta):
             # proven before it is written: a write that fails half-way cannot be undone
-            update.require(full.digest_of(content))
+            update.require(full.digest_of(content), UNCHANGED)
             require_ties(self.model, content)
             staged = StagedModel(update=update, undoable=False, write=partial(weights.shard.load, content))
             staged.timings["decode"] = time.perf_counter() - clock
@@ -107,7 +107,7 @@ class ModelTarget:
         decoded = weights.decode(content.open())
         ready = time.perf_counter()
         patch = weights.prepare(decoded)
-        update.require(update.base + weights.total(weights.shard.moved(patch, weights.groups)))
+        update.require(update.before + weights.total(weights.shard.moved(patch, weights.groups)), UNCHANGED)
         write, undo = partial(weights.shard.write, patch), partial(weights.shard.undo, patch)
         staged = StagedModel(update=update, write=write, undo=undo, decoded=decoded)
         staged.timings |= {"decode": ready - clock, "stage": time.perf_counter() - ready}
@@ -117,9 +117,8 @@ class ModelTarget:
         update = staged.update
 
         def prove() -> None:
-            if (found := self.digest()) != update.digest:
-                then = "the previous weights were restored" if staged.undoable else "call sync() again"
-                raise DigestMismatch(update.version, str(update.digest), str(found), then)
+            then = "the previous weights were restored" if staged.undoable else "call sync() again"
+            update.require(self.digest(), then)
 
         staged.timings |= write_or_undo(staged.write, prove if self._prove else None, staged.undo)
 

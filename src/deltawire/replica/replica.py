@@ -32,7 +32,7 @@ from .failures import Failures
 from .heartbeats import Heartbeats, Status
 from .live_weights import LiveWeights
 from .model import Model, ModelTarget
-from .target import AnyTarget, Target
+from .target import AnyTarget, Target, require_no_half_target
 
 log = logging.getLogger("deltawire")
 
@@ -290,7 +290,8 @@ class Replica:
         pin     called before each poll; returns the version to stay at, or None to follow the run
 
         Raises RunReplaced if another run is at the address: the model keeps its weights, and the new run needs a new
-        Replica. Raises SchemaMismatch if the model is not the run's.
+        Replica. Raises SchemaMismatch if the model is not the run's. What is no DeltawireError is raised too: a mistake
+        in a target, an error of the device.
         """
         stop = stop or threading.Event()
         with Watcher(self._store, poll=poll, stop=stop, hurry=lambda: time.monotonic() < self._hurry_until) as watcher:
@@ -405,8 +406,11 @@ class Replica:
     def _bind(self, model: Model | AnyTarget, run: Run, want: int) -> None:
         if self._is_bound_to(model):
             target = self._weights.target
+        elif isinstance(model, Target):
+            target = model
         else:
-            target = model if isinstance(model, Target) else self._as_target(model)
+            require_no_half_target(model)
+            target = self._as_target(model)
         self._weights.bind(target, run, want)
 
     def _is_bound_to(self, model: Model | AnyTarget) -> bool:

@@ -16,6 +16,9 @@ from ..core.full import Source, digest_of
 from ..core.schema import Schema
 from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 
+UNCHANGED = "what was fetched does not lead there; nothing was changed"
+"""End of the message of a DigestMismatch in `stage`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -36,28 +39,32 @@ class Delta:
 class Update:
     """A version to be applied to live weights, as `Target.stage` gets it.
 
-    A target that is a `Source` of the present weights calls:
+        changes = update.changes(self)          # of a target that is a `Source` of the present weights
 
-        changes = update.changes(self)
+    version   its number
+    digest    the digest that the weights will have
+    before    the digest that the weights have now, as far as the replica knows
+    content   full weights, which are a `Source`, or a delta, which only `changes` reads
+    final     whether this is the version that was asked for, and not one on the way to it
+    url       address of the run, for a target that has parts on other hosts: they fetch the content themselves
     """
 
     version: int
     digest: StateDigest
-    """Digest that the weights will have."""
-    base: StateDigest
-    """Digest that the weights have now, as far as the replica knows."""
+    before: StateDigest
     content: Delta | Source
-    """A delta to be applied to the present weights, or full weights. `changes` reads both."""
     final: bool = True
-    """Whether this is the version that was asked for, and not one on the way to it."""
-    run: str = ""
-    """Address of the run, for a target that has parts on other hosts: they fetch the content themselves."""
+    url: str = ""
 
     def changes(self, present: Source) -> list[Change]:
         """Return what turns the present weights into the version, checked, and change nothing.
 
         Raises DigestMismatch where the content, or the weights it meets, do not lead to the version. Each weight that
-        differs takes up to twelve bytes: where full weights may be too many, read them from `content` instead.
+        differs takes up to twelve bytes. Where full weights may be too many, read them from `content` instead:
+
+            if isinstance(update.content, dw.Source):
+                update.require(dw.digest_of(update.content))
+                part = update.content.region(region)
         """
         if isinstance(self.content, Delta):
             tensors = self.content.schema.by_name()
@@ -70,18 +77,19 @@ class Update:
             ]
         else:
             new = self.content
-            self.require(digest_of(new))
+            self.require(digest_of(new), UNCHANGED)
             parts = (region for tensor in new.schema.tensors for region in regions(tensor))
             found = [compare(region, present.region(region), new.region(region)) for region in parts]
-        self.require(self.base + digest_shift(found))
+        self.require(self.before + digest_shift(found), UNCHANGED)
         return found
 
-    def require(self, found: StateDigest) -> None:
-        """Raise DigestMismatch where the content does not lead to the version. For `stage`: nothing was changed."""
+    def require(self, found: StateDigest, hint: str = "") -> None:
+        """Raise DigestMismatch where this is not the digest of the version. `hint` ends the message.
+
+        update.require(self.digest())           # in `swap`, of what was written
+        """
         if found != self.digest:
-            raise DigestMismatch(
-                self.version, str(self.digest), str(found), "what was fetched does not lead there; nothing was changed"
-            )
+            raise DigestMismatch(self.version, str(self.digest), str(found), hint)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,15 +101,17 @@ class Staged:
         @dataclass(kw_only=True)
         class Patch(dw.Staged):
             changes: list[dw.Change]
+
+    update    what `stage` got
+    undoable  whether a failed swap restores the previous weights; full weights may be too many to keep the old ones
+    served    whether clients get this version after the swap; a target may keep one that is not `final` to itself
+    timings   seconds by phase: "decode" and "stage" by `stage`, "apply" and "prove" by `swap`; a replica sums them up
     """
 
     update: Update
     undoable: bool = True
-    """Whether a failed swap restores the previous weights. Full weights may be too many to keep the old ones beside."""
     served: bool = True
-    """Whether clients get this version after the swap. A target may keep one that is not `final` to itself."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase; `swap` adds its own."""
 
 
 def write_or_undo(
@@ -161,8 +171,7 @@ class Target(Protocol[S]):
                 try:
                     for change in staged.changes:
                         change.write(self.bits(change.region.tensor))
-                    if self.digest() != staged.update.digest:
-                        raise RuntimeError("not written as it should be")
+                    staged.update.require(self.digest())
                 except BaseException:
                     for change in staged.changes:
                         change.undo(self.bits(change.region.tensor))
@@ -171,6 +180,12 @@ class Target(Protocol[S]):
         dw.Replica("s3://runs/wordle").sync(Target(weights))
 
     docs/tutorials/extending.md has a complete one.
+
+    The author is responsible for the proof: a replica believes a `swap` that returns, and does not read the weights
+    again. After a DigestMismatch or another error of the data (ChainError, FormatError, SchemaError, ObjectNotFound)
+    a sync goes around the link that was applied. Any other `DeltawireError` ends the sync, and `Replica.follow` tries
+    again; VersionRefused says that this version needs no second attempt. Any other exception is a mistake in the
+    target, and ends `follow` too.
     """
 
     @property
@@ -179,15 +194,15 @@ class Target(Protocol[S]):
         ...
 
     def bind(self, run: Run) -> bool:
-        """Locate the weights of `run.schema`; called before every sync. True if they may be others than at the last
-        call.
+        """Locate the weights of `run.schema`; called before every sync. Raises SchemaMismatch for another model's.
 
-        Raises SchemaMismatch where the model is not the run's.
+        Returns True where the weights may have lost their version since the last call: they lie in other memory, or
+        something else wrote to them. Their digest is then computed again.
         """
         ...
 
     def digest(self) -> StateDigest:
-        """Digest of the live weights, recomputed."""
+        """Compute the digest of the live weights from their bits, not from what was written."""
         ...
 
     def stage(self, update: Update) -> S:
@@ -195,9 +210,22 @@ class Target(Protocol[S]):
         ...
 
     def swap(self, staged: S) -> None:
-        """Write and prove. On a failure the previous weights are restored before the exception leaves, where `staged`
-        is undoable; NotRestored says that they could not be."""
+        """Write, then compute the digest of the live weights and compare it: `staged.update.require(self.digest())`.
+
+        On a failure of an undoable update, restore the previous weights, then raise. Raises NotRestored if they could
+        not be restored.
+        """
         ...
 
 
 AnyTarget = Target[Any]
+
+_MEMBERS = tuple(name for name in vars(Target) if not name.startswith("_"))
+
+
+def require_no_half_target(model: object) -> None:
+    """Raise TypeError for what was meant as a Target and lacks some of it: a name that is misspelled, for example."""
+    # a model in memory may have one of these names, as `State` has
+    missing = [name for name in _MEMBERS if not hasattr(model, name)]
+    if missing and len(_MEMBERS) - len(missing) > 1:
+        raise TypeError(f"{type(model).__name__} is no Target: it has no {' and no '.join(missing)}")

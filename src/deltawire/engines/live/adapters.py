@@ -29,7 +29,7 @@ from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
 from ...core.state import State
-from ...replica.target import Delta, Staged, Update
+from ...replica.target import UNCHANGED, Delta, Staged, Update
 from ..control import figures
 from ..follower import Follower
 from . import arrays
@@ -222,10 +222,10 @@ class AdapterTarget:
                 for file in content.open():
                     for _ in file.patches(made.bits):
                         pass
-                update.require(full.digest_of(made))
+                update.require(full.digest_of(made), UNCHANGED)
             else:
                 made.load(content)
-                update.require(made.digest)
+                update.require(made.digest, UNCHANGED)
             decoded = time.perf_counter()
             folder = self._written(run, update.version, made) if update.final else None
         staged = StagedAdapter(update=update, state=made, folder=folder, served=update.final)

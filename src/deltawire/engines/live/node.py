@@ -33,7 +33,7 @@ from ...core import full
 from ...core.change import Region
 from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
-from ...replica.target import Delta, Update
+from ...replica.target import UNCHANGED, Delta, Update
 from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
@@ -174,7 +174,7 @@ class Node:
         full.write_checkpoint(folder, update.content)
         if not reloads:
             return self._ask_ranks(StageFull(str(folder)))
-        update.require(full.digest_of(update.content))
+        update.require(full.digest_of(update.content), UNCHANGED)
         return [{} for _ in self._ranks]
 
     @call.register
@@ -281,7 +281,7 @@ class RemoteNode:
 
     def stage(self, update: Update, reloads: bool) -> list[Answer]:
         claim = update.content.claim if isinstance(update.content, Delta) else None
-        return self.call(Fetch(update.run, update.version, update.digest, update.base, claim, reloads))
+        return self.call(Fetch(update.url, update.version, update.digest, update.before, claim, reloads))
 
     def call(self, message: ToNode) -> list[Any]:
         for last in (False, True):

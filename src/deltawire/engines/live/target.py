@@ -25,7 +25,7 @@ from ...core.digest import StateDigest
 from ...core.errors import DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
 from ...core.parallel import ordered_map
 from ...core.schema import Schema, listed
-from ...replica.target import Delta, Staged, Update
+from ...replica.target import UNCHANGED, Delta, Staged, Update
 from . import arrays, messages
 from .channel import Answer, Caller
 from .engine import Engine
@@ -232,9 +232,11 @@ class EngineTarget:
 
     def _check(self, staged: StagedRanks, answers: list[Answer]) -> None:
         update = staged.update
-        if (found := self._total(answers, "present")) != update.base:
-            raise DigestMismatch(update.version, str(update.base), str(found), "the weights are not those from before")
-        update.require(self._total(answers, "predicted"))
+        if (found := self._total(answers, "present")) != update.before:
+            raise DigestMismatch(
+                update.version, str(update.before), str(found), "the weights are not those from before"
+            )
+        update.require(self._total(answers, "predicted"), UNCHANGED)
         staged.numbers = _numbers(answers)
         staged.undoable = not any(answer["overwrites"] for answer in answers)
 
