@@ -29,7 +29,7 @@ from _report import about, print_about, write_json
 from deltawire import Publisher, Replica
 from deltawire.bucket.run import Run
 from deltawire.store import ObjectStore, Store
-from deltawire.trainer import Published, adapter, merged
+from deltawire.trainer import Published, adapter, merged_weights
 
 VOCABULARY = 2048
 RANK = 16
@@ -176,7 +176,7 @@ def main() -> None:
     print_about(facts)
     rows = [measure("all weights", base(), lr, lambda m: m, options.steps) for lr in (1e-6, 1e-5)]
     for lr in (1e-5, 1e-4):
-        rows.append(measure("LoRA, merged", with_adapter(), lr, merged, options.steps))
+        rows.append(measure("LoRA, merged", with_adapter(), lr, merged_weights, options.steps))
         rows.append(measure("LoRA, the adapter", with_adapter(), lr, adapter, options.steps))
         rows.append(measure("LoRA, the adapter in fp32", with_adapter(), lr, adapter, options.steps, None))
     adapters = [row for rank in RANKS for lr in RATES for row in measure_adapters(rank, lr, options.steps)]

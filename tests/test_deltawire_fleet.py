@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.bucket.addresses import checked_address, split_address
+from deltawire.bucket.addresses import checked_address, host_and_port
 from deltawire.bucket.run import Run
 from deltawire.cli.allowed import Allowed, addresses
 from deltawire.core import keys
@@ -41,7 +41,7 @@ METADATA = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_is_no_address(text: str) -> None:
-    assert split_address(text) is None
+    assert host_and_port(text) is None
     assert text not in Allowed(["0.0.0.0/0", "::/0", "a", "host"])
     with pytest.raises(Misconfigured, match="write host:port"):
         checked_address(text)

@@ -25,7 +25,7 @@ from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
 from deltawire.core.signing import SigningKey
 from deltawire.derive import deriver, followed
-from deltawire.derive.deriver import Deriver, recompute
+from deltawire.derive.deriver import Deriver, verify_derived
 from deltawire.keeper import announce, keeper, mirror, skips
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.mirror import Mirror
@@ -323,7 +323,7 @@ def derived(where: list[Any]) -> list[Any]:
             manifest = result.manifest(version)
             assert manifest.origin is not None
             assert manifest.digest == views[manifest.origin.version]
-        assert recompute(result, run).failure is None
+        assert verify_derived(result, run).failure is None
 
     return raising_at_each_line(where, operation)
 

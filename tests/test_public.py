@@ -32,7 +32,7 @@ def weights_of(state: dw.State) -> dict[str, np.ndarray]:
 def test_versions_are_found_by_number_by_name_and_from_the_end(run: dw.Run) -> None:
     address = run.store.url
     assert run.tag(1, "best") is None
-    assert dw.split(f"{address}@best") == (address, "best")
+    assert dw.split_version(f"{address}@best") == (address, "best")
     for text, version in (("", 3), ("@2", 2), ("@v2", 2), ("@-2", 2), ("@latest", 3), ("@best", 1)):
         opened, found = dw.Run.at(address + text)
         assert (opened.info.run, found) == (run.info.run, version)

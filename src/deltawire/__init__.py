@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import costs, errors
     from .api import decode, encode
-    from .bucket.addresses import split_address
-    from .bucket.browse import Listed, runs
+    from .bucket.addresses import host_and_port
+    from .bucket.browse import ListedRun, runs
     from .bucket.checkpoint_folder import CurrentFolder, checkout_folder
     from .bucket.contents import step_sizes, tensor_changes
     from .bucket.prune import PrunePlan, Retention, prune
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .bucket.run import Run
     from .bucket.trust import Trust, delegate
     from .bucket.verify import Verification, verify
-    from .bucket.versions import split
+    from .bucket.versions import split_version
     from .bucket.watch import Watcher, wait_for_run, watch
     from .core.change import Change, Region
-    from .core.describe import Contents, TensorDifference, TensorPart, difference
+    from .core.describe import FileContents, TensorDifference, TensorPart, difference
     from .core.digest import StateDigest
     from .core.errors import DeltawireError
     from .core.full import Checkpoint, FullFile, Source, digest_of
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from .core.signing import SigningKey
     from .core.state import State
     from .core.ulps import Histogram
-    from .derive.deriver import Deriver, recompute
+    from .derive.deriver import Deriver, verify_derived
     from .keeper.keeper import Keeper, KeeperOptions, KeptVersion
     from .models import ModelView
     from .replica import Replica
     from .replica.replica import Synced
     from .replica.target import Staged, Target, Update
-    from .trainer import Published, Publisher, PublishHandle, Shard, adapter, merged
+    from .trainer import Published, Publisher, PublishHandle, Shard, adapter, merged_weights
 
 __all__ = [
     "Change",
     "Checkpoint",
-    "Contents",
     "CurrentFolder",
     "DeltawireError",
     "Deriver",
+    "FileContents",
     "FullFile",
     "Heartbeat",
     "Histogram",
@@ -57,7 +57,7 @@ __all__ = [
     "KeeperOptions",
     "KeptVersion",
     "Link",
-    "Listed",
+    "ListedRun",
     "Manifest",
     "ModelView",
     "PrunePlan",
@@ -97,15 +97,15 @@ __all__ = [
     "digest_of",
     "encode",
     "errors",
-    "merged",
+    "host_and_port",
+    "merged_weights",
     "prune",
-    "recompute",
     "runs",
-    "split",
-    "split_address",
+    "split_version",
     "step_sizes",
     "tensor_changes",
     "verify",
+    "verify_derived",
     "wait_for_run",
     "watch",
 ]
@@ -115,10 +115,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Change": "core.change",
     "Checkpoint": "core.full",
-    "Contents": "core.describe",
     "CurrentFolder": "bucket.checkpoint_folder",
     "DeltawireError": "core.errors",
     "Deriver": "derive.deriver",
+    "FileContents": "core.describe",
     "FullFile": "core.full",
     "Heartbeat": "core.manifest",
     "Histogram": "core.ulps",
@@ -126,7 +126,7 @@ _HOMES = {
     "KeeperOptions": "keeper.keeper",
     "KeptVersion": "keeper.keeper",
     "Link": "core.manifest",
-    "Listed": "bucket.browse",
+    "ListedRun": "bucket.browse",
     "Manifest": "core.manifest",
     "ModelView": "models",
     "PrunePlan": "bucket.prune",
@@ -166,15 +166,15 @@ _HOMES = {
     "digest_of": "core.full",
     "encode": "api",
     "errors": "errors",
-    "merged": "trainer",
+    "host_and_port": "bucket.addresses",
+    "merged_weights": "trainer",
     "prune": "bucket.prune",
-    "recompute": "derive.deriver",
     "runs": "bucket.browse",
-    "split": "bucket.versions",
-    "split_address": "bucket.addresses",
+    "split_version": "bucket.versions",
     "step_sizes": "bucket.contents",
     "tensor_changes": "bucket.contents",
     "verify": "bucket.verify",
+    "verify_derived": "derive.deriver",
     "wait_for_run": "bucket.watch",
     "watch": "bucket.watch",
 }

@@ -507,7 +507,7 @@ def _server_findings(server: _Server, wanted: str | None) -> Iterator[Finding]:
     where = None
     if wanted is not None:
         with contextlib.suppress(DeltawireError):
-            where = open_store(dw.split(wanted)[0], retry=False).url.rstrip("/")
+            where = open_store(dw.split_version(wanted)[0], retry=False).url.rstrip("/")
     chosen = [a for a in adapters if wanted is None or str(a.get("run")).rstrip("/") == where]
     if (status.get("run") and (wanted is None or not chosen)) or not adapters:
         yield from _findings(_Followed(status, wanted), FOLLOWED)
@@ -594,7 +594,7 @@ class _Followed:
         _must(url, "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights")
         if self._wanted is not None:
             try:
-                where, which = dw.split(self._wanted)
+                where, which = dw.split_version(self._wanted)
                 store = open_store(where, retry=False)
                 run = dw.Run.open(store)
                 self._newest = run.newest()

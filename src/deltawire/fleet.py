@@ -1,7 +1,7 @@
 """The replicas that follow a run, by their heartbeats: for `log`, `fleet` and the page of `dash`.
 
 Whoever can write the bucket can write a heartbeat, so nothing that one says is believed unless it is possible: `Member`
-has numbers, times and text that can be shown, and an address in a strict form (`split_address`). Whether a heartbeat is
+has numbers, times and text that can be shown, and an address in a strict form (`host_and_port`). Whether a heartbeat is
 fresh is told by the store's time of the object, against the clock of the machine that asks, not by what it says.
 """
 
@@ -291,7 +291,7 @@ def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Sequence[s
 
 def _address(text: str) -> str:
     """An address in its usual form; empty if it is none."""
-    found = dw.split_address(text)
+    found = dw.host_and_port(text)
     return "" if found is None else f"[{found[0]}]:{found[1]}" if ":" in str(found[0]) else f"{found[0]}:{found[1]}"
 
 

@@ -142,8 +142,8 @@ def tensors_of(model: Any, held: Mapping[str, Any] | None = None) -> dict[str, A
     whole, model = model, unwrapped(model)
     if is_peft(model):
         raise SchemaMismatch(
-            f"{type(model).__name__} holds base weights and an adapter: pass adapter(model) or merged(model), "
-            "both from deltawire.trainer"
+            f"{type(model).__name__} holds base weights and an adapter: pass adapter(model) or merged_weights(model), "
+            "both from deltawire"
         )
     if held is None and is_fsdp1_imported() and any(map(is_flattened, getattr(whole, "parameters", tuple)())):
         if hasattr(whole, "named_modules"):

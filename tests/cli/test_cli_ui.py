@@ -14,7 +14,7 @@ import pytest
 from cli_support import invoke, spawn
 
 import deltawire as dw
-from deltawire.bucket.versions import address_only, split
+from deltawire.bucket.versions import address_only, split_version
 from deltawire.cli import app, ui
 from deltawire.core import errors
 from servers import end
@@ -196,7 +196,7 @@ def test_verbose_logs_to_stderr(tmp_path: Path, checkpoints: list[Path]) -> None
     ],
 )
 def test_addresses_with_a_version(text: str, expected: tuple[str, str | None]) -> None:
-    assert split(text) == expected
+    assert split_version(text) == expected
 
 
 def test_where_no_version_is_taken_one_is_refused(tmp_path: Path, checkpoints: list[Path], run: Path) -> None:

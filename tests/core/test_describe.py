@@ -7,15 +7,15 @@ import pytest
 from safetensors.numpy import save
 
 from deltawire.core.codecs import ENCODINGS
-from deltawire.core.describe import Contents, TensorDifference, difference
+from deltawire.core.describe import FileContents, TensorDifference, difference
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, diff, encoded, moved_bag, random_bag
 
 SCHEMA = Schema.build([TensorSpec("a", "BF16", (40, 70)), TensorSpec("b", "F32", (9,))])
 
 
-def contents(blob: bytes) -> Contents:
-    return Contents(lambda start, length: blob[start : start + length], len(blob))
+def contents(blob: bytes) -> FileContents:
+    return FileContents(lambda start, length: blob[start : start + length], len(blob))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

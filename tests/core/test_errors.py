@@ -35,6 +35,8 @@ def test_exit_codes_leave_0_and_shell_codes_alone() -> None:
 
 def test_the_public_module_has_every_error_and_each_says_what_it_means() -> None:
     assert dw.errors.__doc__ == errors.__doc__
+    classes = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, DeltawireError)}
+    assert set(dw.errors.__all__) == classes | {"DAMAGE"}
     for name, cls in vars(errors).items():
         if inspect.isclass(cls) and issubclass(cls, DeltawireError):
             assert getattr(dw.errors, name) is cls

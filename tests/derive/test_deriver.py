@@ -19,7 +19,7 @@ from deltawire.core import full, keys
 from deltawire.core.errors import DivergedRun, RunNotFound, StoreUnavailable
 from deltawire.core.manifest import Origin, Pruned, dump
 from deltawire.core.signing import SigningKey
-from deltawire.derive.deriver import Deriver, recompute
+from deltawire.derive.deriver import Deriver, verify_derived
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
 from deltawire.views import blocks
@@ -66,7 +66,7 @@ def assert_derived(source: Path, derived: Path, expected: list[int]) -> None:
         view = BlockView(checkout(origin, named.version), Blocks(origin.schema))
         assert manifest.digest == str(full.digest_of(view))
         assert (manifest.step, manifest.metrics) == (there.step, there.metrics)
-    again = recompute(run, origin)
+    again = verify_derived(run, origin)
     assert (again.failure, again.proven, again.not_proven) == (None, len(expected), {})
 
 
@@ -120,7 +120,7 @@ def test_a_run_of_an_earlier_view_is_continued_and_its_versions_are_told_apart(
     assert derive(place, derived) == [2]
     source, run = Run.open(str(place)), Run.open(derived)
     assert run.manifest(2).digest == str(full.digest_of(BlockView(checkout(source, 2), Blocks(source.schema))))
-    failure = recompute(run, source).failure
+    failure = verify_derived(run, source).failure
     assert failure is not None
     assert "other weights than fp8-block gives for version 0 of its source" in failure.message
 
@@ -141,7 +141,7 @@ def test_a_version_that_was_pruned_meanwhile_is_not_needed(tmp_path: Path) -> No
     assert derive(place, derived) == [2, 3]
     found = Run.open(derived)
     assert [found.manifest(v).origin.version for v in found.listed()] == [0, 1, 3, 4]  # type: ignore[union-attr]
-    again = recompute(found, run)
+    again = verify_derived(found, run)
     assert (again.failure, again.proven) == (None, 2)
     assert again.not_proven == {"the version it is derived from is gone": 2}
 
@@ -172,7 +172,7 @@ def test_a_run_that_is_not_what_it_claims_is_found(source: Path, tmp_path: Path)
         ),
     ):
         store.put(keys.manifest(4), dump(msgspec.structs.replace(honest, origin=wrong)))
-        result = recompute(Run.open(store), Run.open(str(source)))
+        result = verify_derived(Run.open(store), Run.open(str(source)))
         assert result.failure is not None
         assert (result.failure.version, why in result.failure.message) == (4, True)
     store.put(keys.manifest(4), dump(honest))

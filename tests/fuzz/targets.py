@@ -36,7 +36,7 @@ from deltawire.bucket.versions import set_tag
 from deltawire.cli import app
 from deltawire.core import full, keys
 from deltawire.core.codecs import ENCODINGS
-from deltawire.core.describe import Contents
+from deltawire.core.describe import FileContents
 from deltawire.core.errors import DeltawireError
 from deltawire.core.signing import MANIFEST, SigningKey
 from deltawire.keeper.keeper import Keeper, KeeperOptions
@@ -135,7 +135,7 @@ class Deltas:
             if not same(result, new):
                 raise Wrong("decode returned other bits than were encoded")
         with suppress(DeltawireError):
-            contents = Contents(lambda start, length: blob[start : start + length], len(blob))
+            contents = FileContents(lambda start, length: blob[start : start + length], len(blob))
             contents.parts()
             contents.stats()
             contents.steps()

@@ -46,7 +46,7 @@ from deltawire.trainer import (
     captures,
     collective,
     detectors,
-    merged,
+    merged_weights,
     pipeline,
 )
 from deltawire.trainer import pairs as one_by_one
@@ -314,7 +314,7 @@ class Rank:
         model = peft.get_peft_model(seeded(Wide), peft.LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"]))
         fully_shard(model)
         training = Training(model)
-        views = {"adapter": adapter(model), "merged": merged(model)}
+        views = {"adapter": adapter(model), "merged": merged_weights(model)}
         publishers = {name: Publisher(self.run(f"lora-{name}")) for name in views}
         self.report["base"] = str(digest_of(ModelView(seeded(Wide))))
         for version in range(3):

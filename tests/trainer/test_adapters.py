@@ -27,7 +27,7 @@ from deltawire.core.manifest import Base  # noqa: E402
 from deltawire.derive.deriver import Deriver  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import Store  # noqa: E402
-from deltawire.trainer import DeltaAdamW, adapter, merged  # noqa: E402
+from deltawire.trainer import DeltaAdamW, adapter, merged_weights  # noqa: E402
 from deltawire.trainer.adapters import BaseWeights  # noqa: E402
 
 WAIT = 60
@@ -96,7 +96,7 @@ def test_merged_is_what_peft_merges_and_the_model_is_left_alone(kind: str, store
         for _ in range(3):
             train(model, optimizer)
             before = state_of(model)
-            publisher.publish(merged(model)).result(WAIT)
+            publisher.publish(merged_weights(model)).result(WAIT)
             assert state_of(model) == before
             expected = copy.deepcopy(model).merge_and_unload().state_dict()
             names = set(base_model(tied=kind != "on the embedding").state_dict())
@@ -149,11 +149,11 @@ def test_an_adapter_follows_into_a_live_model(store: Store) -> None:
 
 def test_copies_that_are_for_publishing_are_not_synced(store: Store) -> None:
     with Publisher(store) as publisher:
-        publisher.publish(merged(peft_model()))
+        publisher.publish(merged_weights(peft_model()))
     follower = peft_model()
     before = state_of(follower)
-    with pytest.raises(UnsupportedTensor, match=r"is a copy .* merged\(model\) is for publishing; sync"):
-        Replica(store, heartbeat=0).sync(merged(follower))
+    with pytest.raises(UnsupportedTensor, match=r"is a copy .* merged_weights\(model\) is for publishing; sync"):
+        Replica(store, heartbeat=0).sync(merged_weights(follower))
     assert state_of(follower) == before
     unloaded = follower.merge_and_unload()
     Replica(store, heartbeat=0).sync(unloaded)
@@ -187,24 +187,24 @@ def test_wrappers_do_not_matter_and_one_of_several_adapters_can_be_named(store: 
     wrapped = torch.compile(torch.nn.DataParallel(model), backend="eager")
     assert set(adapter(wrapped).state_dict()) == set(adapter(model, "default").state_dict())
     assert any("magnitude" in name for name in adapter(model, "other").state_dict())
-    assert set(merged(wrapped).state_dict()) == set(base_model().state_dict())
+    assert set(merged_weights(wrapped).state_dict()) == set(base_model().state_dict())
 
 
 def test_what_cannot_be_published_is_refused_with_the_next_step(store: Store) -> None:
     model = peft_model()
     prompted = peft.get_peft_model(base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     publisher = Publisher(store)
-    with pytest.raises(SchemaMismatch, match=r"adapter\(model\) or merged\(model\)"):
+    with pytest.raises(SchemaMismatch, match=r"adapter\(model\) or merged_weights\(model\)"):
         publisher.publish(model)
     with pytest.raises(SchemaMismatch, match="cannot be merged"):
-        merged(prompted)
+        merged_weights(prompted)
     with pytest.raises(SchemaMismatch, match="is tied to another weight"):
-        merged(peft.get_peft_model(base_model(), copy.deepcopy(KINDS["on the embedding"])))
+        merged_weights(peft.get_peft_model(base_model(), copy.deepcopy(KINDS["on the embedding"])))
     with pytest.raises(SchemaMismatch, match="no PeftModel"):
         adapter(base_model())
     with pytest.raises(SchemaMismatch, match="'default'"):
         adapter(model, "unknown")
-    publisher.publish(merged(model)).result(WAIT)
+    publisher.publish(merged_weights(model)).result(WAIT)
     with pytest.raises(SchemaMismatch, match="only"):
         publisher.publish(adapter(model))
     publisher.close()
@@ -319,12 +319,12 @@ def test_adapters_and_full_weights_are_told_apart(store: Store, tmp_path: Path) 
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     full = tmp_path / "full"
     with Publisher(full) as publisher:
-        publisher.publish(merged(model))
+        publisher.publish(merged_weights(model))
     with Publisher(tmp_path / "run") as publisher:
         publisher.publish(adapter(model))
     said = r"run has adapters of .*, and these are full weights"
     with Publisher(tmp_path / "run") as publisher, pytest.raises(SchemaMismatch, match=said):
-        publisher.publish(merged(model))
+        publisher.publish(merged_weights(model))
     with pytest.raises(SchemaMismatch, match=said):
         Replica(tmp_path / "run", heartbeat=0).sync(base_model())
     said = "full has full weights, and this is an adapter"
@@ -413,7 +413,7 @@ def test_the_commands_name_the_base_and_publish_an_adapter_folder(tmp_path: Path
         assert f"{tmp_path / 'base'} ({digest})" in said.output, command
         found = json.loads(cli.invoke(app, [command, str(run), "--json"]).output)
         assert found["base_model"] == {"model": str(tmp_path / "base"), "digests": [digest]}
-    with pytest.raises(SchemaMismatch, match=r"--adapter policy=file://.*, or publish merged\(model\)"):
+    with pytest.raises(SchemaMismatch, match=r"--adapter policy=file://.*, or publish merged_weights\(model\)"):
         fill_for_engine(tmp_path / "folder", Run.open(str(run)), 0, resolver(None))
     # the base model may be gone by now
     (tmp_path / "base").rename(tmp_path / "elsewhere")

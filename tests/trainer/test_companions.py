@@ -21,7 +21,7 @@ from deltawire.cli import app  # noqa: E402
 from deltawire.core.errors import Misconfigured, SchemaMismatch  # noqa: E402
 from deltawire.core.manifest import File  # noqa: E402
 from deltawire.store import Store  # noqa: E402
-from deltawire.trainer import adapter, merged  # noqa: E402
+from deltawire.trainer import adapter, merged_weights  # noqa: E402
 from deltawire.trainer.companions import Companions  # noqa: E402
 from deltawire_wordle.counting import CountingStore  # noqa: E402
 
@@ -251,7 +251,7 @@ def test_a_wrapped_and_an_adapted_model_bring_the_files_of_the_model_inside(tmp_
     with Publisher(tmp_path / "compiled") as publisher:
         publisher.publish(torch.compile(model(), backend="eager"))
     adapted = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    for name, view in (("merged", merged(adapted)), ("adapter", adapter(adapted))):
+    for name, view in (("merged", merged_weights(adapted)), ("adapter", adapter(adapted))):
         with Publisher(tmp_path / name) as publisher:
             publisher.publish(view)
     found = {name: files(Run.open(tmp_path / name).store) for name in ("compiled", "merged", "adapter")}

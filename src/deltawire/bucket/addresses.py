@@ -15,10 +15,10 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def split_address(text: str) -> tuple[str | IpAddress, int] | None:
+def host_and_port(text: str) -> tuple[str | IpAddress, int] | None:
     """Return host and port of `host:port`, `1.2.3.4:port` or `[::1]:port`; None if it is anything else.
 
-    dw.split_address("10.0.0.5:8000")       # (IPv4Address("10.0.0.5"), 8000); a name stays text
+    dw.host_and_port("10.0.0.5:8000")       # (IPv4Address("10.0.0.5"), 8000); a name stays text
     """
     host, colon, port = text.rpartition(":")
     if not colon or not _PORT.fullmatch(port) or int(port) > 65535:
@@ -41,7 +41,7 @@ def _is_number(label: str) -> bool:
 
 def checked_address(text: str) -> str:
     """Return an address in its usual form; raises Misconfigured for anything but host:port."""
-    found = split_address(text)
+    found = host_and_port(text)
     if found is None:
         raise Misconfigured(f"{text[:80]!r} is no address for clients: write host:port, such as 10.0.0.5:8000")
     host, port = found

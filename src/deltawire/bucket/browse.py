@@ -19,7 +19,7 @@ MAX_FOLDERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedRun:
     """A run as a listing shows it.
 
     [found.url for found in dw.runs("s3://runs") if found.newest is not None]
@@ -69,12 +69,12 @@ def below(store: Store, prefix: str) -> str:
     return place.rstrip("/") + (f"/{quote(prefix.rstrip('/'))}" if prefix else "") + mark + query
 
 
-def look(url: str, *, stored: bool = False) -> Listed:
+def look(url: str, *, stored: bool = False) -> ListedRun:
     """What `runs` says of one run, in a handful of small requests. What is wrong with it is told, not raised."""
     try:
         run = Run.open(open_store(url))
         newest = run.newest()
-        return Listed(
+        return ListedRun(
             url,
             newest,
             run.manifest(newest).created if newest is not None else None,
@@ -84,10 +84,10 @@ def look(url: str, *, stored: bool = False) -> Listed:
             sum(item.size for item in run.store.list()) if stored else None,
         )
     except DeltawireError as error:
-        return Listed(url, error=str(error))
+        return ListedRun(url, error=str(error))
 
 
-def runs(where: str | Path | Store, depth: int = 3, *, stored: bool = False) -> list[Listed]:
+def runs(where: str | Path | Store, depth: int = 3, *, stored: bool = False) -> list[ListedRun]:
     """Find the runs at most `depth` folders below an address. One that cannot be read is listed with the reason.
 
         for run in dw.runs("s3://runs"):

@@ -70,7 +70,7 @@ def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> N
         raise SchemaMismatch(
             f"{run.store.url} has adapters of {run.info.base.model or 'a model'}, not a model: deltawire serve "
             f"--engine vllm {run.info.base.model or 'MODEL'} --adapter policy={run.store.url}, or "
-            "publish merged(model) to another run"
+            "publish merged_weights(model) to another run"
         )
     if not any(file.name == "config.json" for file in manifest.files):
         raise SchemaMismatch(

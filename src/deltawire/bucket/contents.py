@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from blake3 import blake3
 
 from ..core.codecs import packed
-from ..core.describe import Contents, TensorPart
+from ..core.describe import FileContents, TensorPart
 from ..core.dtypes import lookup
 from ..core.errors import DeltawireError, HashMismatch
 from ..core.manifest import Blob, Link
@@ -23,16 +23,16 @@ from .walk import Walker, fetch_link
 
 
 @contextmanager
-def opened(store: Store, blob: Blob, *, whole: bool) -> Iterator[Contents]:
+def opened(store: Store, blob: Blob, *, whole: bool) -> Iterator[FileContents]:
     """Open a data object after checking its hash: of all of it, or only of its header and index."""
     if whole or not blob.head_size:
         with fetch(store, blob) as data:
-            yield Contents(data.read, data.size)
+            yield FileContents(data.read, data.size)
         return
     head = store.get_range(blob.key, 0, blob.head_size)
     if blake3(head).hexdigest(length=16) != blob.head_hash:
         raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
-    yield Contents(lambda start, length: head[start : start + length], blob.size)
+    yield FileContents(lambda start, length: head[start : start + length], blob.size)
 
 
 def tells_steps(link: Link) -> bool:
@@ -63,8 +63,10 @@ def tensor_changes(
         for version, parts in dw.tensor_changes(run, [40, 41]):
             ...                     # parts[0].name, parts[0].changed; of a sharded trainer, one part per object
 
-    Only headers are read. A version of full weights has no parts, or with `anchors` those of all its tensors; one that
-    cannot be read has its error in their place.
+    Only headers are read. A delta has a part for each tensor that it changes. Full weights do not say what changed:
+    they have no parts, or with `anchors` one for each tensor, without `changed`. `run.manifest(41).main.kind` tells
+    both apart; `difference` counts what changed between any two checkouts. A version that cannot be read has its error
+    in place of parts.
     """
 
     def one(version: int) -> list[TensorPart] | DeltawireError:

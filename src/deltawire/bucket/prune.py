@@ -104,6 +104,7 @@ class PrunePlan:
 
     @property
     def bytes(self) -> int:
+        """Bytes of everything to delete now."""
         return sum(item.size for item in self.objects)
 
 

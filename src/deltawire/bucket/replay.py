@@ -81,11 +81,12 @@ def checkout(
 
     `reference` is where the checkpoint is that the run starts from, if not where the run says.
 
-    Where an object on the way is damaged or gone, another way is taken, if there is one; MissingBase after
-    chain.MAX_PLANS of them. The same where the store fails to give one; StoreUnavailable where that happens more than
-    TRIES times, or no other way is left: what is missing may only be late. `planned` is called with each way before
-    anything is fetched, `progress` with the bytes that arrived and the bytes of the way in all; `changed` as in
-    `advance`.
+    Where an object on the way is damaged, gone or cannot be fetched, another way is taken. Raises MissingBase if there
+    is none, and StoreUnavailable if objects could not be fetched, since they may only be late.
+
+    planned   called with each way before anything is fetched
+    progress  called with the bytes that arrived, and the bytes of the way in all
+    changed   called with the changes of each delta, after they were written; with None where all weights were
     """
     current, total, resolve = state or State(run.schema), 0, resolver(reference)
 

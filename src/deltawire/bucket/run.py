@@ -96,6 +96,8 @@ class Run:
         print(newest.version, newest.step, newest.changed, "of", run.schema.elements)
 
     Open with `Run.open`, make with `Run.create`; threads may share it.
+
+    Most tools need `newest`, `resolve`, `manifest`, `timeline`, `tags` and `heartbeats`; `dw.checkout` reads weights.
     """
 
     def __init__(self, store: Store, info: RunInfo, etag: str | None = None, trust: Trust | None = None) -> None:
@@ -179,7 +181,7 @@ class Run:
 
         run, version = dw.Run.at("s3://runs/chat@best")
         """
-        address, version = versions.split(where)
+        address, version = versions.split_version(where)
         run = cls.open(open_store(address), trust=trust)
         return run, run.resolve(version)
 
@@ -384,20 +386,13 @@ class Run:
             return None
         return None if head is None else head.version
 
-    def parse_head(self, data: bytes) -> int | None:
-        """Parse a head; None if it is invalid. Never an error: a head is a hint."""
-        try:
-            head = parse(data, Head, keys.HEAD)
-        except ManifestError:
-            return None
-        return head.version if head.run == self.info.run else None
-
     def listed(self) -> list[int]:
         """List every version that has a manifest: one request per thousand."""
         found = (keys.version_of(item.key) for item in self.store.list(keys.VERSIONS))
         return sorted(version for version in found if version is not None)
 
     def exists(self, version: int) -> bool:
+        """Whether the run has this version now. Raises ManifestError if its manifest is damaged."""
         if version in self._manifests:
             return True
         if version > keys.MAX_VERSION:
@@ -409,6 +404,11 @@ class Run:
         return True
 
     def manifest(self, version: int) -> Manifest:
+        """Read the manifest of a version, once: the latest ones are kept in memory.
+
+        Raises VersionNotFound if there is none, ManifestError or ForeignObject if it is damaged, and with trusted keys
+        SignatureError if none of them has signed it.
+        """
         manifests = self._manifests
         if (kept := manifests.get(version)) is not None:
             return kept[0]
@@ -442,17 +442,6 @@ class Run:
         with self._lock:
             return self._manifests.pop(version, (None, 0))[0]
 
-    def renew(self, version: int) -> bool:
-        """Read a manifest again, because something did not match it. True if it has changed.
-
-        Where a store cannot create exclusively, a version may be replaced by that of the trainer that owns the run.
-        """
-        before = self.forget(version)
-        try:
-            return before is not None and self.manifest(version) != before
-        except DAMAGE:
-            return True
-
     def check_kept(self, version: int) -> None:
         """Raise RolledBack if a signed version is gone, with all that came after it. Unsigned runs cost no request.
 
@@ -476,7 +465,8 @@ class Run:
     def manifests(self, versions: Iterable[int]) -> Iterator[tuple[int, Manifest | DeltawireError]]:
         """Read many manifests, several at a time; where one is damaged, its error comes in its place.
 
-        A caller that keeps them keeps `lean` ones. Raises ObjectTooLarge where those exceed ALL_MANIFESTS bytes.
+        Raises ObjectTooLarge where all of them exceed 256 MiB, without what only people read (`recent`, `metrics`,
+        `timings`). A caller that keeps them drops that too.
         """
         left = ALL_MANIFESTS
         for version, found in read_each(self.manifest, versions):
@@ -489,12 +479,15 @@ class Run:
                     )
             yield version, found
 
-    def timeline(self, newest: int, since: int = 0) -> dict[int, Summary]:
-        """Return summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out.
+    def timeline(self, newest: int | None = None, since: int = 0) -> dict[int, Summary]:
+        """Return summaries from `since` to `newest`, by version, in O(log n) requests; pruned versions are left out.
 
-        Where pages of history are lost, manifests are read in their place, which tell of sixteen versions each. Older
-        versions than fit into HISTORY bytes, or LOST_MANIFESTS, are left out with a warning.
+        `newest` is by default the newest version; without any version the result is empty. Where pages of history are
+        lost, manifests are read in their place, which tell of sixteen versions each. Beyond 32 MiB of pages (100,000
+        versions and more), or 1024 such manifests, older versions are left out with a warning.
         """
+        if newest is None and (newest := self.newest()) is None:
+            return {}
         manifest = self.manifest(newest)
         found = {s.version: s for s in _Past(self).before(newest, since)}
         # a manifest may be signed, a page is not
@@ -512,15 +505,17 @@ class Run:
         return None
 
     def page(self, end: int) -> history.Page:
-        return self.parse_page(end, self.get(keys.history(end)))
+        """Read the page of history that ends before version `end`."""
+        return self._parse_page(end, self.get(keys.history(end)))
 
-    def parse_page(self, end: int, data: bytes) -> history.Page:
+    def _parse_page(self, end: int, data: bytes) -> history.Page:
         page = parse(data, history.Page, keys.history(end))
         if (page.run, page.end) != (self.info.run, end):
             raise ManifestError(f"{keys.history(end)} is page {page.end} of run {page.run[:32]!r}")
         return page
 
     def pruned(self) -> Pruned:
+        """Read which versions are pruned, or about to be: `41 in run.pruned()`."""
         try:
             return parse_pruned(self.get(keys.PRUNED), self.info)
         except ObjectNotFound:
@@ -668,7 +663,7 @@ class _Past:
         try:
             data = self._run.store.get(key, limit=self._room).data
             self._room -= len(data)
-            return self._run.parse_page(end, data)
+            return self._run._parse_page(end, data)
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
             log.warning("cannot use %s (%s): reading manifests instead", key, error)
             return None

@@ -112,6 +112,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return self.failure is None
 
     def count(self, reason: str) -> None:

@@ -33,10 +33,10 @@ _MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def split(text: str) -> tuple[str, str | None]:
+def split_version(text: str) -> tuple[str, str | None]:
     """RUN[@VERSION] → (run, version as written); None where there is none.
 
-        dw.split("s3://runs/chat@best")     # ("s3://runs/chat", "best"); `Run.at` opens it too
+        dw.split_version("s3://runs/chat@best")     # ("s3://runs/chat", "best"); `Run.at` opens it too
 
     The version may stand before or after a `?query`. Only what could be a version or a tag, after the last @ of the
     last part of a path, is one; in an address that itself ends that way, write this @ as %40 in a URL.
@@ -66,7 +66,7 @@ def address_only(where: str | Path | Store) -> str | Store:
     """Return the address of a run. Raises BadURL where a version is written behind it."""
     if not isinstance(where, str):
         return str(where) if isinstance(where, Path) else where
-    run, version = split(where)
+    run, version = split_version(where)
     if version is not None:
         raise BadURL(
             f"this takes a run, not a version of it: leave out @{version}; "

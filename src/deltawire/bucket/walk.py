@@ -18,6 +18,7 @@ from ..core import added, chain, full
 from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import (
+    DAMAGE,
     DeltawireError,
     ForeignObject,
     ManifestError,
@@ -166,9 +167,17 @@ class Walker:
 
         Where a store cannot create exclusively, that may be why the step does not fit.
         """
-        replaced = {v for v in (step.version, step.base) if v is not None and self._run.renew(v)} - self._renewed
+        replaced = {v for v in (step.version, step.base) if v is not None and self._is_replaced(v)} - self._renewed
         self._renewed |= replaced
         return bool(replaced)
+
+    def _is_replaced(self, version: int) -> bool:
+        """Read a manifest again; whether it has changed, or cannot be read any more."""
+        before = self._run.forget(version)
+        try:
+            return before is not None and self._run.manifest(version) != before
+        except DAMAGE:
+            return True
 
     def _usable(self, versions: Mapping[int, Summary]) -> Mapping[int, Summary]:
         """Return the summaries without the links that are left out."""

@@ -24,6 +24,7 @@ from ..core import keys
 from ..core.errors import (
     DeltawireError,
     ForeignObject,
+    ManifestError,
     ObjectTooLarge,
     RunNotFound,
     RunReplaced,
@@ -31,6 +32,7 @@ from ..core.errors import (
     StoreUnavailable,
     Unsupported,
 )
+from ..core.manifest import Head, parse
 from ..store import Store, open_store
 from ..store.base import Announcing
 from .run import Run, web_addresses
@@ -129,6 +131,15 @@ def following(run: Run, version: int, newest: int) -> int:
     return min(run.timeline(newest, since=version + 1), default=newest)
 
 
+def _named_by(head: bytes, run: Run) -> int | None:
+    """The version that a head names; None if it is invalid, or another run's. Never an error: a head is a hint."""
+    try:
+        found = parse(head, Head, keys.HEAD)
+    except ManifestError:
+        return None
+    return found.version if found.run == run.info.run else None
+
+
 class Watcher:
     """Looks for new versions of a run, for one follower. Use as a context manager, from one thread at a time.
 
@@ -223,7 +234,7 @@ class Watcher:
             got = self.store.get_if_changed(keys.HEAD, self._etag, limit=keys.limit(keys.HEAD))
             if got is None:
                 return known
-            version = run.parse_head(got.data)
+            version = _named_by(got.data, run)
         except StoreUnavailable:
             raise
         except (StoreError, ObjectTooLarge):

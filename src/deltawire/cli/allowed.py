@@ -65,7 +65,7 @@ class Allowed:
             try:
                 self._networks.append(ipaddress.ip_network(place, strict=False))
             except ValueError:
-                host, _ = dw.split_address(f"{place.removeprefix('.')}:1") or (None, 0)
+                host, _ = dw.host_and_port(f"{place.removeprefix('.')}:1") or (None, 0)
                 if not isinstance(host, str):
                     raise Misconfigured(
                         f"{place[:80]!r} is neither a network such as 10.0.0.0/8 nor a domain such as .example.internal"
@@ -73,7 +73,7 @@ class Allowed:
                 self._domains.append(place.lower())
 
     def __contains__(self, address: str) -> bool:
-        found = dw.split_address(address)
+        found = dw.host_and_port(address)
         if found is None:
             return False
         host, _ = found

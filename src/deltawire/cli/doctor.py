@@ -63,7 +63,7 @@ def command(
         from ..store import open_store
 
         # no patience on top of the client's own: what is wrong is to be seen now
-        store = open_store(dw.split(run)[0], retry=False)
+        store = open_store(dw.split_version(run)[0], retry=False)
         with ui.ended_by_sigterm():
             report = doctor.examine_store(store, said)
         figures = {name: round(value, 6) for name, value in report.figures.items()}

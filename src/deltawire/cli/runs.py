@@ -41,7 +41,7 @@ def command(
     ui.emit(value, lambda out: _render(out, url, found), json)
 
 
-def _render(out: ui.Console, url: str, found: list[dw.Listed]) -> None:
+def _render(out: ui.Console, url: str, found: list[dw.ListedRun]) -> None:
     if not found:
         out.print(f"no runs below {url}; --depth looks further down", soft_wrap=True)
         return

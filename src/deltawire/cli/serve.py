@@ -223,7 +223,7 @@ def _followed(text: str) -> dict[str, Any]:
     """Return the run to follow, and the version to stay at where one is written behind it."""
     if not text:
         return {}
-    where, version = dw.split(text)
+    where, version = dw.split_version(text)
     if _is_checkpoint(where):
         raise BadParameter(
             f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"

@@ -77,7 +77,7 @@ def command(
 
 
 def _file(path: Path) -> dict[str, Any]:
-    contents = dw.Contents.open(path)
+    contents = dw.FileContents.open(path)
     return {
         "file": str(path),
         "bytes": contents.size,
@@ -171,7 +171,7 @@ class _Side:
 
 def _two(old: str, new: str, reference: Path | None, trust: str | None) -> dict[str, Any]:
     with contextlib.ExitStack() as stack, ui.progress() as advance:
-        first, second = _Side(old, trust), _Side(dw.split(old)[0] + new if new.startswith("@") else new, trust)
+        first, second = _Side(old, trust), _Side(dw.split_version(old)[0] + new if new.startswith("@") else new, trust)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-show-")))
         before, after = _open(first, second, scratch, reference, advance)
         mine, theirs = before.schema.by_name(), after.schema.by_name()

@@ -34,7 +34,7 @@ def command(
       deltawire tag s3://runs/chat --delete best
       deltawire checkout s3://runs/chat@best -o models/best
     """
-    marked = dw.split(run)[1] is not None
+    marked = dw.split_version(run)[1] is not None
     if delete is not None and (name is not None or marked):
         raise BadParameter("--delete goes with the address of a run alone", param_hint="--delete")
     for given, hint in ((name, "NAME"), (delete, "--delete")):

@@ -61,7 +61,7 @@ def command(
     recomputed = 0
     if source is not None and result.ok:
         with ui.progress() as advance:
-            again = dw.recompute(
+            again = dw.verify_derived(
                 opened,
                 dw.Run.open(source, trust=trust),
                 **bounds,

@@ -30,7 +30,8 @@ _CHUNK = 1 << 20
 class Region:
     """A rectangle of one tensor, in the tensor's matrix of units. Positions inside count row by row.
 
-    A unit is the bits of an element, or half of them if it has eight bytes. With the flat units of the whole tensor:
+    A unit is an unsigned integer of `tensor.unit_size` bytes: the bits of an element, or half of them if it has eight
+    bytes. With the flat units of the whole tensor:
 
         part = region.cut(units)         # the region's own, flat
         rows = region.matrix(units)      # the same as a view, [rows, columns]
@@ -46,10 +47,12 @@ class Region:
 
     @property
     def units(self) -> int:
+        """Number of units."""
         return self.rows * self.columns
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its units."""
         return self.units * self.tensor.unit_size
 
     @property
@@ -59,6 +62,7 @@ class Region:
 
     @property
     def contiguous(self) -> bool:
+        """Whether its units follow each other without a gap in the flat tensor."""
         return self.columns == self.tensor.columns or self.rows <= 1
 
     @property
@@ -96,23 +100,28 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference between a region in one version and in another.
+    """The units of a region that differ between one version and another. `Region` says what a unit is.
 
     With the flat units of the whole tensor:
 
         change.write(units)              # in place
         change.undo(units)               # the old ones again
+
+    region     the part of a tensor that was compared
+    positions  of the units that differ: ascending, counted row by row within the region, not within the tensor;
+               `region.geometry` says where they are in the tensor
+    old        the units at these positions before
+    new        the units at these positions after
     """
 
     region: Region
     positions: npt.NDArray[np.uint32]
-    """Ascending, counted within the region."""
     old: Bits
-    """The base version's bits at these positions."""
     new: Bits
 
     @property
     def count(self) -> int:
+        """How many units differ."""
         return int(self.positions.size)
 
     @property
@@ -137,6 +146,7 @@ class Change:
         _scatter(bits, self.positions, self.new, *self.region.geometry)
 
     def undo(self, bits: Bits) -> None:
+        """Put the old values into the tensor's flat bits, in place; also after a write that ended half-way."""
         self.swapped().write(bits)
 
     def swapped(self) -> Change:

@@ -30,7 +30,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A tensor of the model, as far as a file holds it. See `tensor_changes` and `Contents`.
+    """A tensor of the model, as far as a file holds it. See `tensor_changes` and `FileContents`.
 
     {part.name: part.changed for part in parts}
     """
@@ -62,10 +62,10 @@ class IndexStats:
     """Largest value."""
 
 
-class Contents:
+class FileContents:
     """An opened safetensors file, of deltawire or another tool. Only its header is read until more is asked for.
 
-    for part in dw.Contents.open("model.safetensors").parts():
+    for part in dw.FileContents.open("model.safetensors").parts():
         print(part.name, part.dtype, part.shape)
     """
 
@@ -82,7 +82,7 @@ class Contents:
         self.encoding = self._delta.encoding if self._delta else raw.name if self.kind == "delta" else ""
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Contents:
+    def open(cls, path: str | os.PathLike[str]) -> FileContents:
         """Open a file on this machine."""
         return cls(*container.open_file(path))
 

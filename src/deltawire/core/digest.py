@@ -67,6 +67,7 @@ class StateDigest:
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
+        """Return the digest that `str` wrote as 32 hex digits."""
         value = int(text, 16)
         return cls(value & _MASK, value >> 64)
 

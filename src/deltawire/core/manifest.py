@@ -97,6 +97,7 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def bytes(self) -> int:
+        """Bytes to fetch for it."""
         return self.nbytes + sum(blob.size for blob in self.objects)
 
 
@@ -119,7 +120,7 @@ class SummaryLink(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
-    """A version in one line: what `log` shows and `chain.plan` needs.
+    """A version in one line: what `deltawire log` shows of it, and what readers choose their way by.
 
     for version, summary in run.timeline(41).items():
         print(version, summary.changed, summary.main.bytes)
@@ -193,6 +194,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Signature of all bytes before it, see signing.py. Checked by readers with trusted keys."""
 
     def summary(self) -> Summary:
+        """Return the version in one line, as later manifests and pages of history carry it."""
         links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
         # every summary is read again and again, so it carries a few figures and no long names
         shown = [(name, value) for name, value in self.metrics.items() if len(name) <= 40][:SUMMARY_METRICS]
@@ -206,6 +208,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return _main(self.links, self.parent)
 
     def link(self, kind: str, base: int | None) -> Link:
+        """Return the link of this kind from this base, which is None for full weights. ManifestError if there is none.
+
+        Links that were added later are not in a manifest.
+        """
         for link in self.links:
             if link.kind == kind and link.base == base:
                 return link

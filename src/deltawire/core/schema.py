@@ -24,9 +24,13 @@ MAX_DIMENSIONS = 64
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a schema: its name, its dtype as safetensors calls it, and its shape.
+    """A tensor of a run: its name, its dtype as safetensors calls it ("BF16"), its shape.
 
-    schema = dw.Schema.build([dw.TensorSpec("lm_head.weight", "BF16", (32000, 288))])
+        tensor = dw.TensorSpec("lm_head.weight", "BF16", (32000, 288))
+        units = array.reshape(-1).view(f"u{tensor.unit_size}")      # its bits, as regions and changes count them
+
+    A unit is the bits of an element as an unsigned integer, or half of them if it has eight bytes. Every tensor is also
+    a matrix of units, its last dimension the columns; regions are rectangles of it.
     """
 
     name: str
@@ -35,27 +39,32 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
+        """Number of weights."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its weights."""
         return self.elements * dtypes.lookup(self.dtype).size
 
     @property
     def units(self) -> int:
+        """Number of units: one per element, or two if that has eight bytes."""
         return self.elements * dtypes.lookup(self.dtype).units_per_element
 
     @property
     def unit_size(self) -> int:
+        """Bytes of a unit: 1, 2 or 4."""
         return dtypes.lookup(self.dtype).unit_size
 
     @property
     def rows(self) -> int:
-        """Every tensor is also a matrix of units, its last dimension the columns; regions are rectangles of it."""
+        """Rows of its matrix of units."""
         return math.prod(self.shape[:-1])
 
     @property
     def columns(self) -> int:
+        """Columns of its matrix of units."""
         width = self.shape[-1] if self.shape else 1
         return width * dtypes.lookup(self.dtype).units_per_element
 
@@ -74,6 +83,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def build(cls, tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Schema:
+        """Return a schema of tensors in any order, checked. `ties` are aliases of some of them, by name."""
         schema = cls(tuple(sorted(tensors, key=lambda t: t.name)), dict(sorted((ties or {}).items())))
         schema.check()
         return schema
@@ -98,18 +108,22 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def elements(self) -> int:
+        """Number of weights of the model."""
         return sum(t.elements for t in self.tensors)
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of the model's weights."""
         # asked for with every link of every manifest
         return sum(t.nbytes for t in self.tensors)
 
     @cached_property
     def hash(self) -> str:
+        """Identifies the schema: 32 hex digits."""
         return blake3(msgspec.json.encode(self)).hexdigest(length=16)
 
     def by_name(self) -> dict[str, TensorSpec]:
+        """Return the tensors by name, without aliases."""
         return {t.name: t for t in self.tensors}
 
     def differences(self, other: Schema, *, ours: str, theirs: str) -> list[str]:

@@ -53,6 +53,7 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> SigningKey:
+        """Make a new key, in memory only: `write` it. Raises MissingExtra without the `sign` extra."""
         return cls(load().Ed25519PrivateKey.generate())
 
     @classmethod
@@ -84,6 +85,7 @@ class SigningKey:
             file.write(f"ed25519-private:{self._key.private_bytes_raw().hex()}\n")
 
     def sign(self, kind: str, message: bytes) -> str:
+        """Return the signature of a message, as hex digits. It holds for this `kind` of message only."""
         return self._key.sign(_statement(kind, message)).hex()
 
     def seal(self, kind: str, body: bytes) -> bytes:
@@ -91,6 +93,7 @@ class SigningKey:
         return body[:-1] + f',"signature":"{self.sign(kind, body)}"}}'.encode()
 
     def endorse(self, kind: str, run: str, key: str) -> Endorsement:
+        """Return the statement that another public key may act in a run, as its next key or as a keeper's."""
         return Endorsement(self.public, key, self.sign(kind, f"{run}\n{key}".encode()))
 
     def __repr__(self) -> str:

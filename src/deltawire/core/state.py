@@ -39,9 +39,11 @@ class State:
         self.tensors: dict[str, Bits] = {t.name: np.zeros(t.units, lookup(t.dtype).unit) for t in schema.tensors}
 
     def bits(self, name: str) -> Bits:
+        """The units of a tensor, flat, to be read or written. Not its aliases: `schema.ties` says what they are."""
         return self.tensors[name]
 
     def region(self, region: Region) -> Bits:
+        """The region's own flat bits (see `Region.cut`)."""
         return region.cut(self.tensors[region.tensor.name])
 
     def write(self, folder: Path, *, progress: Callable[[int], None] | None = None) -> None:
@@ -49,7 +51,7 @@ class State:
         full.write_checkpoint(folder, self, progress=progress)
 
     def load(self, source: full.Source, threads: int | None = None) -> None:
-        """Copy every bit of a source. The digest is that of what was read."""
+        """Copy every bit of a source, and set `digest` to the digest of the copy."""
 
         def one(region: Region) -> None:
             region.matrix(self.tensors[region.tensor.name])[:] = source.region(region).reshape(

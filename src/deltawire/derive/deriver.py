@@ -5,7 +5,7 @@
     publish    as a trainer does
 
 Nothing is remembered but what is in the buckets: the newest version of the derived run names the version to continue
-from. Whoever has the source can compute any version again and compare (`recompute`).
+from. Whoever has the source can compute any version again and compare (`verify_derived`).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _present(run: Run, since: int) -> Iterator[int]:
     return (version for version in run.listed() if version > since and version not in pruned)
 
 
-def recompute(
+def verify_derived(
     run: Run,
     source: Run,
     *,
@@ -202,7 +202,7 @@ def recompute(
 ) -> Verification:
     """Compute versions of a derived run, from `first` to `last`, from its source again, and compare the digests.
 
-        dw.recompute(dw.Run.open("s3://runs/chat-fp8"), dw.Run.open("s3://runs/chat")).ok
+        dw.verify_derived(dw.Run.open("s3://runs/chat-fp8"), dw.Run.open("s3://runs/chat")).ok
 
     Needs memory for one copy of the source's weights. `progress` is called with versions since the last call, and all.
     Raises Misconfigured if the newest version is not derived from that source at all.

@@ -39,7 +39,7 @@ def public_address(host: str | None, port: int) -> str:
 
     Empty, with a warning, where that is not an address that a heartbeat may have (bucket/addresses.py).
     """
-    from ..bucket.addresses import split_address
+    from ..bucket.addresses import host_and_port
 
     if host in (None, "", "0.0.0.0", "::"):
         # all addresses of this machine: the one that packets to other networks leave from; nothing is sent
@@ -50,7 +50,7 @@ def public_address(host: str | None, port: int) -> str:
             except OSError:
                 host = "127.0.0.1"
     found = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
-    if split_address(found) is None:
+    if host_and_port(found) is None:
         log.warning("no proxy can be sent to %s: set DELTAWIRE_ADDRESS to host:port for clients", found)
         return ""
     return found

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import Published, Publisher, PublishHandle, adapter, merged
+from .. import Published, Publisher, PublishHandle, adapter, merged_weights
 from ..errors import BadURL, Misconfigured, MissingExtra, ObjectNotFound, PublishFailed, StoreError
 from .live import names
 
@@ -41,7 +41,7 @@ log = logging.getLogger("deltawire")
 KEPT_SYNCS = 1024
 """Syncs whose versions are remembered: many more than a staleness limit lets a sample be old."""
 
-_OF_PEFT: dict[str, Callable[[Any], Any]] = {"adapter": adapter, "merged": merged}
+_OF_PEFT: dict[str, Callable[[Any], Any]] = {"adapter": adapter, "merged": merged_weights}
 
 
 def _check_peft(peft: str) -> Callable[[Any], Any]:

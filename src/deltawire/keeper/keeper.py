@@ -239,6 +239,7 @@ class Keeper:
 
     @property
     def version(self) -> int | None:
+        """The version of its own weights; None if they have none."""
         return self.replica.version
 
     @property

@@ -54,6 +54,7 @@ def is_transient(status: int) -> bool:
 
 
 def check_range(start: int, length: int) -> None:
+    """Raise ValueError for a range with a negative start or length."""
     if start < 0 or length < 0:
         raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
 
@@ -65,11 +66,7 @@ def check_listing(where: str, count: int) -> None:
 
 
 Chunks = Callable[[], Iterable[bytes | memoryview]]
-"""A function that yields the data of a `put`. It is called once per attempt, so that a retry starts at the first byte.
-
-A chunk is bytes or a contiguous memoryview; its buffer may be reused once the next chunk is requested. An exception of
-the function reaches the caller of `put` unchanged, and nothing becomes visible.
-"""
+"""A function that yields the data of a `put` in parts; `Store.put` says what it must keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +97,15 @@ Level = tuple[list[str], list[ObjectInfo]]
 
 @runtime_checkable
 class Store(Protocol):
-    """A place that holds the objects of a run. Methods may be called from several threads at once."""
+    """A place that holds the objects of a run. Methods may be called from several threads at once.
+
+    url                  the address, as the user wrote it, without credentials
+    creates_exclusively  whether put_if_absent also excludes writers on other machines; if not, a writer claims the run
+                         first. This is what the protocol promises; a publisher tests whether the server keeps it
+    """
 
     url: str
-    """The address, as the user wrote it, without credentials."""
-
     creates_exclusively: bool
-    """Whether put_if_absent also excludes writers on other machines. If not, a writer must claim the run first.
-
-    This is what the protocol promises; a publisher tests whether the server keeps it."""
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         """Return the whole object.
@@ -122,7 +119,12 @@ class Store(Protocol):
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `start`. Raises TruncatedFile if the object ends before that."""
+        """Return exactly `length` bytes from `start`.
+
+        Raises TruncatedFile if the object ends before `start + length`, also where `length` is 0 or both are numbers
+        of more than 64 bits, which may come from a hostile header; ObjectNotFound if there is no object; ValueError
+        for negative numbers (`check_range`).
+        """
         ...
 
     def head(self, key: str) -> ObjectInfo:
@@ -130,7 +132,12 @@ class Store(Protocol):
         ...
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        """Create or replace an object. Durable on return; readers see the old object or the new one, never a mix."""
+        """Create or replace an object. Durable on return; readers see the old object or the new one, never a mix.
+
+        `data` may be a function that yields the bytes in parts (`Chunks`): it is called once per attempt, so that a
+        retry starts at the first byte. A part is bytes or a contiguous memoryview, whose buffer may be reused once the
+        next part is requested. An exception of the function reaches the caller unchanged, and nothing becomes visible.
+        """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> None:

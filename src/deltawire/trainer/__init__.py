@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .adapters import adapter, merged
+from .adapters import adapter, merged_weights
 from .detectors import HostDetector
 from .pending import Published, PublishHandle
 from .publisher import Publisher
@@ -22,7 +22,7 @@ __all__ = [
     "Shard",
     "SnapshotDetector",
     "adapter",
-    "merged",
+    "merged_weights",
 ]
 
 _NEED_TORCH = {"DeltaAdamW": "adamw", "FusedDetector": "device", "SnapshotDetector": "device"}

@@ -1,7 +1,7 @@
 """What of a PEFT model to publish: its adapter alone, or the base weights with the adapter merged into them.
 
 publisher.publish(adapter(model))     # a small run; a checkout of it is a folder that peft loads
-publisher.publish(merged(model))      # full weights under the base checkpoint's names, for servers without adapters
+publisher.publish(merged_weights(model))  # full weights under the base checkpoint's names, for servers without adapters
 
 Both are views: make one once and publish it again and again, or make one for every publish.
 """
@@ -48,10 +48,10 @@ def adapter(model: Any, name: str | None = None) -> Adapter:
     return Adapter(peft_model, active[0])
 
 
-def merged(model: Any) -> Merged:
+def merged_weights(model: Any) -> Merged:
     """Return the base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
 
-        publisher.publish(dw.merged(model))
+        publisher.publish(dw.merged_weights(model))
 
     The model itself stays as it is. Every publish makes a copy of the layers that an adapter touches, merges there as
     PEFT does, and frees it once what changed is known.
@@ -199,8 +199,8 @@ class Merged(_OfBase):
     """The base model's tensors: live where no adapter touches them, else merged in a copy."""
 
     to_follow = (
-        "merged(model) is for publishing; sync the model that merge_and_unload() returns or one without an adapter, or "
-        "follow a run of adapter(model)"
+        "merged_weights(model) is for publishing; sync the model that merge_and_unload() returns or one without an "
+        "adapter, or follow a run of adapter(model)"
     )
     """What to give a replica instead."""
 

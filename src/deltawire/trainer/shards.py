@@ -232,7 +232,7 @@ class Shards(LocalModel):
     def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
         """Note and return all regions that this rank holds."""
         if not isinstance(model, Held):
-            # by all ranks: a view such as merged(model) may gather
+            # by all ranks: a view such as merged_weights(model) may gather
             ours = self._schema_of(model)
             if rank:
                 # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from deltawire import Publisher
-from deltawire.trainer import merged
+from deltawire.trainer import merged_weights
 from deltawire.trl import DeltaSyncCallback
 
 STEPS = 5
@@ -42,7 +42,7 @@ def with_adapter() -> torch.nn.Module:
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    state = merged(model).state_dict() if hasattr(model, "peft_config") else model.state_dict()
+    state = merged_weights(model).state_dict() if hasattr(model, "peft_config") else model.state_dict()
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 

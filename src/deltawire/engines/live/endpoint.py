@@ -15,7 +15,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from ...bucket.versions import split
+from ...bucket.versions import split_version
 from ...core.errors import DeltawireError
 from .. import control, names
 from ..access import is_bearer, is_loopback, public_address
@@ -147,7 +147,7 @@ class Endpoint:
     def follow_adapters(self, make: Callable[..., Adapters], registry: CollectorRegistry = REGISTRY) -> None:
         """Follow the runs of adapters, with the engine's own kind of `Adapters`."""
         config = self.options
-        named = {name: split(text) for name, text in config.adapters.items()}
+        named = {name: split_version(text) for name, text in config.adapters.items()}
         self.adapters = make(
             {name: run for name, (run, _) in named.items()},
             pins={name: Follower.pinned(run, version, "DELTAWIRE_ADAPTERS") for name, (run, version) in named.items()},
