@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from deltawire.core import added, chain, keys
-from deltawire.core.added import AddedIndex, AddedLink, AddedPage, merge, parse_index, parse_page, skip_spans
+from deltawire.core.added import AddedIndex, AddedLink, AddedPage, in_summaries, parse_index, parse_page, skip_spans
 from deltawire.core.errors import DeltawireError
 from deltawire.core.manifest import Blob, Link, RunInfo, Summary, SummaryLink, dump
 from deltawire.core.schema import Schema, TensorSpec
@@ -101,7 +101,7 @@ def test_a_replica_1000_versions_behind_needs_at_most_10_objects(kind: str) -> N
 def test_added_links_come_after_those_of_the_manifest() -> None:
     own = SummaryLink("delta", 3, 7, 1, "packed")
     versions = {4: Summary(4, 3, "", 0.0, None, 0, (own,))}
-    found = merge(versions, [delta(4, 3), delta(4, 0), delta(9, 8)])
+    found = in_summaries(versions, [delta(4, 3), delta(4, 0), delta(9, 8)])
     assert list(found) == [4]
     assert found[4].links == (own, SummaryLink("delta", 0, 100, 1, "packed"))
 

@@ -31,13 +31,13 @@ from types import MappingProxyType
 import msgspec
 
 from ..core import chain, keys
-from ..core.added import AddedIndex, AddedLink
+from ..core.added import AddedIndex, AddedLink, in_manifest
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump, now
 from ..core.parallel import REQUESTS, for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
-from .run import Run, blobs, lean, with_added
+from .run import Run, blobs, lean
 from .versions import tags
 
 _READERS = 10_000
@@ -155,7 +155,7 @@ def plan_prune(
     later: dict[int, list[Link]] = defaultdict(list)
     for link in (x for page in stay for x in pages[page] if x.way not in lost):
         later[link.version].append(link.link)
-    present = {v: with_added(m, later[v]) for v, m in manifests.items()}
+    present = {v: in_manifest(m, later[v]) for v, m in manifests.items()}
     live = {v: m for v, m in present.items() if v not in pruned}
     for link in index.recent if index else ():
         later[link.version].append(link.link)

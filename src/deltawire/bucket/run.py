@@ -612,13 +612,6 @@ def lean(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, recent=(), metrics={}, timings={})
 
 
-def with_added(manifest: Manifest, links: Iterable[Link]) -> Manifest:
-    """Return a manifest that names the links added later too, for what looks at all links of a version."""
-    own = {(link.kind, link.base) for link in manifest.links}
-    more = tuple(link for link in links if (link.kind, link.base) not in own)
-    return msgspec.structs.replace(manifest, links=manifest.links + more) if more else manifest
-
-
 def blobs(manifest: Manifest) -> Iterator[Blob | File]:
     """Every object that a manifest names."""
     yield from manifest.files

@@ -25,7 +25,7 @@ import numpy as np
 from blake3 import blake3
 
 from ..core import chain, full, history, keys
-from ..core.added import AddedLink, merge
+from ..core.added import AddedLink, in_manifest, in_summaries
 from ..core.change import Change, Region, digest_shift, regions
 from ..core.digest import StateDigest, Words
 from ..core.errors import (
@@ -43,7 +43,7 @@ from ..core.parallel import ordered_map, threads_for
 from ..core.state import State
 from .references import Reference, Resolve, resolver
 from .replay import advance, require_digest
-from .run import Run, blobs, lean, ranges, read_each, with_added
+from .run import Run, blobs, lean, ranges, read_each
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
 
@@ -214,12 +214,12 @@ class _Records:
         self._check_gaps(listed)
         self._read_manifests(listed)
         added = self._read_added(listed[-1])
-        ways = merge(self.summaries, added)
+        ways = in_summaries(self.summaries, added)
         stranded = sorted(self.manifests.keys() - chain.reachable(ways))
         if stranded and (lost := self._usable(self.run.added.listed())):
             # a reader that finds no path lists the pages
             added = [*{link.way: link for link in (*lost, *added)}.values()]
-            ways = merge(self.summaries, added)
+            ways = in_summaries(self.summaries, added)
             if later := [v for v in stranded if v in chain.reachable(ways)]:
                 self.warnings.append(f"{keys.ADDED} lacks links that version {later[0]} needs: readers list the pages")
             stranded = sorted(set(stranded).difference(later))
@@ -231,7 +231,7 @@ class _Records:
         self.summaries = ways
         self.added = {link.way for link in added}
         for link in added:
-            self.manifests[link.version] = with_added(self.manifests[link.version], [link.link])
+            self.manifests[link.version] = in_manifest(self.manifests[link.version], [link.link])
         self._check_head(listed[-1])
         self._check_leftovers(listed)
         for name, tag in tags(self.run).items():

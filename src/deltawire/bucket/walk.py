@@ -148,11 +148,13 @@ class Walker:
         versions = run.timeline(want)
         with suppress(MissingBase):
             return chain.plan(have, want, self._usable(self._with_added(versions, -1, want)))
-        return chain.plan(have, want, self._usable(added.merge(versions, run.added.listed())))
+        return chain.plan(have, want, self._usable(added.in_summaries(versions, run.added.listed())))
 
     def _with_added(self, versions: Mapping[int, Summary], first: int, last: int) -> Mapping[int, Summary]:
         """Add the links that were added to these versions later; not after several of them were bad."""
-        return versions if self._bad_added >= FEW else added.merge(versions, self._run.added.between(first, last))
+        return (
+            versions if self._bad_added >= FEW else added.in_summaries(versions, self._run.added.between(first, last))
+        )
 
     def leave_out(self, steps: Iterable[Step]) -> None:
         """Plan without these links from now on."""

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from . import keys
 from .errors import ForeignObject, ManifestError
-from .manifest import Link, RunInfo, Summary, SummaryLink, Version, check_link, parse
+from .manifest import Link, Manifest, RunInfo, Summary, SummaryLink, Version, check_link, parse
 from .signing import Endorsement
 
 LEVELS = 6
@@ -122,8 +122,8 @@ def _check_links(links: Sequence[AddedLink], what: str, covered: tuple[int, int]
             raise ManifestError(f"{what} names a link to version {added.version} that is not one object of it")
 
 
-def merge(versions: Mapping[int, Summary], links: Iterable[AddedLink]) -> dict[int, Summary]:
-    """Return the summaries with the links that were added. Those of a version's own manifest come first."""
+def in_summaries(versions: Mapping[int, Summary], links: Iterable[AddedLink]) -> dict[int, Summary]:
+    """Return summaries with the links that were added later, as `in_manifest` does for a manifest."""
     found = dict(versions)
     for added in links:
         summary, link = found.get(added.version), added.link
@@ -132,6 +132,16 @@ def merge(versions: Mapping[int, Summary], links: Iterable[AddedLink]) -> dict[i
         told = SummaryLink(link.kind, link.base, link.bytes, len(link.objects), link.encoding)
         found[added.version] = msgspec.structs.replace(summary, links=(*summary.links, told))
     return found
+
+
+def in_manifest(manifest: Manifest, links: Iterable[Link]) -> Manifest:
+    """Return a manifest with the links that were added later, after its own.
+
+    A link of the same kind and base as one of the manifest is left out: the manifest's own is the one to use.
+    """
+    own = {(link.kind, link.base) for link in manifest.links}
+    more = tuple(link for link in links if (link.kind, link.base) not in own)
+    return msgspec.structs.replace(manifest, links=manifest.links + more) if more else manifest
 
 
 def skip_spans(version: int, levels: int = LEVELS) -> list[int]:

@@ -31,7 +31,7 @@ from ..bucket.versions import address_only
 from ..bucket.walk import TRIES, prefetch
 from ..bucket.watch import Watcher, following
 from ..core import errors, full, keys
-from ..core.added import LEVELS, AddedIndex, AddedLink, merge
+from ..core.added import LEVELS, AddedIndex, AddedLink, in_summaries
 from ..core.chain import Step
 from ..core.change import Change, whole
 from ..core.digest import StateDigest
@@ -454,7 +454,7 @@ class Keeper:
             return False
         # by the trainer's rule: deltas of the trainer and anchors of both, from the newest anchor on
         anchors = [x for x in self.run.added.between(self._anchored - 1, version) if x.link.kind == "anchor"]
-        versions = merge(self.run.timeline(version, self._anchored), anchors)
+        versions = in_summaries(self.run.timeline(version, self._anchored), anchors)
         index = self.run.added.index()
         damaged = self.damaged.keys() | (index.damaged.keys() if index else set())
         useless = {keys.data_version(key) for key in damaged if key.startswith(keys.ANCHORS)}

@@ -12,9 +12,9 @@ import msgspec
 
 from ..bucket.fetch import fetch
 from ..bucket.prune import Retention, prune
-from ..bucket.run import Run, blobs, with_added
+from ..bucket.run import Run, blobs
 from ..core import chain, history, keys
-from ..core.added import AddedIndex
+from ..core.added import AddedIndex, in_manifest
 from ..core.errors import DAMAGE, AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
 from ..core.manifest import Blob, File, Head, Link, Manifest, Pruned, Summary, dump
 from ..store import Store
@@ -133,7 +133,7 @@ class Mirror:
             added[each.version].append(each.link)
         usable: dict[int, Summary] = {}
         for version, found in self._copied(self.copy.listed()):
-            links = with_added(found, added[version]).links
+            links = in_manifest(found, added[version]).links
             whole = tuple(link for link in links if all(self._sizes.get(x.key) == x.size for x in link.objects))
             usable[version] = msgspec.structs.replace(found, links=whole).summary()
         live = {version: usable[version] for version in usable if version not in gone}

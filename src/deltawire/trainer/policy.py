@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core import chain
-from ..core.added import AddedIndex, merge
+from ..core.added import AddedIndex, in_summaries
 from ..core.codecs import ENCODINGS
 from ..core.errors import Misconfigured, MissingBase, UnknownFormat, VersionNotFound
 from ..core.manifest import Summary
@@ -88,7 +88,7 @@ class AnchorPolicy:
         if index.anchor is not None and index.anchor.version in versions:
             first = index.anchor.version
             since = {v: versions[v] for v in range(first, version) if v in versions}
-            versions = merge(since, [index.anchor])
+            versions = in_summaries(since, [index.anchor])
         if not self.wants_anchor(version, delta_bytes, full_bytes, versions):
             return True
         patient = AnchorPolicy(None if self.every is None else 2 * self.every, 2 * self.ratio)
