@@ -82,7 +82,7 @@ def follow(kind: str, shape: Shape, device: torch.device, steps: int, rate: floa
             if last:
                 changed += differing(now, last)
                 sent += published.changed
-                shares.append(published.metrics["changed_percent"])
+                shares.append(100 * published.density)
             last = now
     return {
         "detector": kind,

@@ -108,7 +108,7 @@ def measure(
         what,
         lr,
         schema.elements,
-        mean(p.metrics["changed_percent"] for p in kept),
+        mean(100 * p.density for p in kept),
         mean(p.bytes for p in kept) / 1e3,
         schema.nbytes / 1e3,
         1e3 * statistics.median(p.timings["held"] for p in kept),

@@ -79,7 +79,7 @@ def one(way: str, shape: str, publishes: int) -> dict[str, Any]:
         rows |= {
             "peak_first": peaks[0],
             "peak": max(peaks[1:]),
-            "changed_percent": published.metrics["changed_percent"],
+            "changed_percent": 100 * published.density,
         }
     return rows
 

@@ -42,16 +42,6 @@ class Published(VersionFigures):
     elements: int = 0
     publishes: int = 1
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Figures for a trainer's own log: held_ms, encode_ms, put_ms, bytes, changed_percent, publishes."""
-        return {
-            **{f"{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
-            "bytes": self.bytes,
-            "changed_percent": 100 * self.density,
-            "publishes": self.publishes,
-        }
-
 
 class PublishHandle:
     """Returned by `publish` at once. `result()` waits for the version that carries the publish.

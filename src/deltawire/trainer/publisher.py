@@ -210,7 +210,8 @@ class Publisher:
         or with two values (SchemaMismatch), all ranks raise, and nothing is published; the next publish carries it.
 
         `step` and `metrics` are stored with the version. So is `origin`: what the weights were derived from, if they
-        are a view of another run's. `progress(phase, n, total)` is called with bytes done since the last call, in
+        are a view of another run's. A version that carries several publishes, because the bucket was slow, has those of
+        the newest. `progress(phase, n, total)` is called with bytes done since the last call, in
         the phases "fetch", "detect" and "put". Tied weights are published once; frozen ones are compared like all
         others, and cost no bytes while they do not change.
 
