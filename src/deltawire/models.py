@@ -308,11 +308,11 @@ class ModelView:
     def region(self, region: Region) -> Bits:
         tensor = self.tensors[region.tensor.name]
         per = dtypes.lookup(region.tensor.dtype).units_per_element
-        whole_elements = region.base % per == 0 and region.units % per == 0
+        whole_elements = region.start % per == 0 and region.units % per == 0
         if is_torch(tensor) and tensor.is_contiguous() and region.contiguous and whole_elements:
             # cut before it is cast or leaves its device: a region is asked for, the tensor may be gigabytes
             flat = tensor.detach().reshape(-1)
-            flat = flat[region.base // per : (region.base + region.units) // per]
+            flat = flat[region.start // per : (region.start + region.units) // per]
             return torch_bits(flat.to(self.wire_dtype(region.tensor.name)))
         return region.cut(self.bits(region.tensor.name))
 

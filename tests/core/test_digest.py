@@ -77,7 +77,7 @@ def test_long_tensors_cross_block_borders() -> None:
 def test_blocks_add_up(schema: Schema, block_units: int, seed: int) -> None:
     bag = random_bag(schema, seed)
     parts = [
-        digest.of_bits(region.tensor.name, bag.region(region), region.base)
+        digest.of_bits(region.tensor.name, bag.region(region), region.start)
         for block in blocks(schema, block_units)
         for region in block
     ]

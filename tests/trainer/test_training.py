@@ -59,7 +59,7 @@ def emitted(run: Run, version: int, base: dict[str, np.ndarray]) -> set[tuple[st
             delta = DeltaFile(data.read, blob.size, run.schema)
             for changes in delta.changes(lambda name: base[name], threads=1):
                 for change in changes:
-                    first = change.region.base
+                    first = change.region.start
                     found |= {(change.region.tensor.name, first + int(p)) for p in change.positions}
     return found
 

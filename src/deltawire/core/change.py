@@ -56,7 +56,7 @@ class Region:
         return self.units * self.tensor.unit_size
 
     @property
-    def base(self) -> int:
+    def start(self) -> int:
         """Flat position of the region's first unit."""
         return self.row * self.tensor.columns + self.column
 
@@ -67,9 +67,9 @@ class Region:
 
     @property
     def geometry(self) -> tuple[int, int, int]:
-        """(base, width, stride): position p is unit base + p // width · stride + p % width of the tensor."""
+        """(start, width, stride): position p is unit start + p // width · stride + p % width of the tensor."""
         stride = max(self.tensor.columns, 1)
-        return self.base, stride if self.contiguous else self.columns, stride
+        return self.start, stride if self.contiguous else self.columns, stride
 
     def meet(self, other: Region) -> Region | None:
         """What two regions have in common; None if nothing."""
@@ -93,7 +93,7 @@ class Region:
     def cut(self, bits: Bits) -> Bits:
         """The region's own flat bits: a view where it is contiguous in the tensor, else a copy."""
         if self.contiguous:
-            return bits[self.base : self.base + self.units]
+            return bits[self.start : self.start + self.units]
         # a copy in any case: one column of a matrix would reshape to a strided view, and kernels count on neighbours
         return np.ascontiguousarray(self.matrix(bits)).reshape(-1)
 
@@ -401,7 +401,7 @@ def _compose(pa: Any, oa: Any, na: Any, pb: Any, nb: Any, ob: Any, positions: An
 def undo_within(region: Region, bits: Bits, change: Change) -> None:
     """Put the old bits of a change back where it falls into a region, both in one piece."""
     if change.count and change.region.tensor == region.tensor:
-        at = change.positions.astype(np.int64) + (change.region.base - region.base)
+        at = change.positions.astype(np.int64) + (change.region.start - region.start)
         here = slice(*np.searchsorted(at, (0, region.units)).tolist())
         bits[at[here]] = change.old[here]
 

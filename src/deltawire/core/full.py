@@ -139,7 +139,7 @@ class FullFile:
         unit = lookup(item.dtype).unit
         size = np.dtype(unit).itemsize
         if region.contiguous:
-            return np.frombuffer(self._read(item.start + region.base * size, region.units * size), unit)
+            return np.frombuffer(self._read(item.start + region.start * size, region.units * size), unit)
         # whole rows, then the columns wanted of them
         width = region.tensor.columns
         data = self._read(item.start + region.row * width * size, region.rows * width * size)
@@ -373,7 +373,7 @@ def digests_of(
     def one(band: tuple[int, Region]) -> digest.StateDigest:
         part = band[1]
         bits = read(*band).reshape(part.rows, part.columns)
-        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns, words)
+        return digest.of_rows(part.tensor.name, bits, part.start, part.tensor.columns, words)
 
     threads = threads_for(sum(region.units for region in regions), threads)
     bands = [

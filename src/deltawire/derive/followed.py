@@ -133,11 +133,11 @@ class ViewDetector(HostDetector):
             changes = []
             for region in block:
                 positions, new = found.get(region.tensor.name, nothing)
-                first, last = np.searchsorted(positions, (region.base, region.base + region.units))
+                first, last = np.searchsorted(positions, (region.start, region.start + region.units))
                 here, new = positions[first:last], new[first:last]
                 old = self.state.bits(region.tensor.name)[here]
                 differs = old != new
-                offsets = (here[differs] - region.base).astype(np.uint32)
+                offsets = (here[differs] - region.start).astype(np.uint32)
                 changes.append(Change(region, offsets, old[differs], new[differs].astype(old.dtype)))
             yield changes, digest_shift(changes)
 

@@ -206,7 +206,7 @@ def to_changes(
     edges = starts.numpy()
     for region in regions:
         number, begin = places[region.tensor.name]
-        base = begin + region.base
+        base = begin + region.start
         first, last = elements.first_tile[number : number + 2].tolist()
         tiles = slice(first + base // TILE, min(first + -(-(base + region.units) // TILE), last))
         here = slice(int(edges[tiles.start]), int(edges[tiles.stop]))

@@ -36,10 +36,10 @@ def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequen
 def _segment(number: int, region: Region) -> Segment:
     if region.contiguous:
         cuts = np.append(np.arange(0, region.units, TILE), region.units)
-        return Segment(number, region.base, region.units, np.array([0, 1]), cuts)
+        return Segment(number, region.start, region.units, np.array([0, 1]), cuts)
     band = max(1, TILE // region.columns)
     cuts = np.append(np.arange(0, region.rows, band), region.rows)
-    return Segment(number, region.base, region.tensor.columns, cuts, np.array([0, region.columns]))
+    return Segment(number, region.start, region.tensor.columns, cuts, np.array([0, region.columns]))
 
 
 def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[Change]:
@@ -93,7 +93,7 @@ def fetched(tensor: Tensor) -> Tensor:
 
 def read_region(flat: Tensor, region: Region) -> Bits:
     """A region in one piece of a tensor, whose flat units are given, as a copy on the host. Waits for the device."""
-    part = flat[region.base : region.base + region.units]
+    part = flat[region.start : region.start + region.units]
     copy = part.clone() if part.device.type == "cpu" else fetched(part)
     wait(part.device)
     return copy.numpy().view(lookup(region.tensor.dtype).unit)

@@ -204,7 +204,7 @@ class DeviceShard:
 
     def _origins(self, plan: kernels.Plan, groups: Sequence[int], numbers: Mapping[int, int]) -> kernels.Origins:
         rows = [
-            [p.region.base, max(p.region.columns, 1), p.region.tensor.columns, numbers[group]]
+            [p.region.start, max(p.region.columns, 1), p.region.tensor.columns, numbers[group]]
             for p, group in zip(self.pieces, groups, strict=True)
         ]
         table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
@@ -500,7 +500,7 @@ def _bands_of(pieces: Sequence[Piece]) -> Launch:
         for row in range(0, region.rows, _LAUNCH_ROWS):
             address = piece.view.data_ptr() + row * region.columns * 2
             rows = min(_LAUNCH_ROWS, region.rows - row)
-            first = region.base + row * region.tensor.columns
+            first = region.start + row * region.tensor.columns
             bands.append([address, rows, region.columns, first, region.tensor.columns, *keys])
     table = torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
     return Launch(table, len(table), 2, False, ())
@@ -535,13 +535,13 @@ def _countable(region: Region) -> Iterator[Region]:
 
 def _on_block_lines(region: Region) -> bool:
     """Whether the digest's blocks begin where the piece does, so that it counts like a tensor of its own."""
-    return region.contiguous and region.base * _halves(region) % digest.BLOCK == 0
+    return region.contiguous and region.start * _halves(region) % digest.BLOCK == 0
 
 
 def _placed_keys(plan: kernels.Plan, pieces: Sequence[Piece]) -> Tensor:
     """Block b of a piece is block first + b of its tensor, and the digest's keys count by blocks."""
     each = np.array([digest.tensor_keys(p.region.tensor.name) for p in pieces], np.uint64).reshape(-1, 2)
-    first = [p.region.base * _halves(p.region) // digest.BLOCK for p in pieces]
+    first = [p.region.start * _halves(p.region) // digest.BLOCK for p in pieces]
     shifted = each + np.array(first, np.uint64)[:, None]
     return torch.from_numpy(shifted[plan.tensor].view(np.int64)).to(plan.device)
 
@@ -557,7 +557,7 @@ def _rows_digest(piece: Piece, table: Tensor) -> Tensor:
     for row in range(0, region.rows, band):
         part = bits[row : row + band].to(torch.int64) & ((1 << 8 * bits.dtype.itemsize) - 1)
         lines = torch.arange(row, row + part.shape[0], device=bits.device)
-        at = (region.base + lines * region.tensor.columns)[:, None] * halves + torch.arange(columns, device=bits.device)
+        at = (region.start + lines * region.tensor.columns)[:, None] * halves + torch.arange(columns, device=bits.device)
         for lane in range(2):
             weight = torch_ops._mix(key[lane] + at // digest.BLOCK) * table[lane][at % digest.BLOCK]
             out[lane] += (weight * part).sum()

@@ -308,7 +308,7 @@ class LoggedParameters:
         """The weights captured last: what the parameter is, with its log undone."""
         optimizer = self._optimizer
         number, begin = self._places[region.tensor.name]
-        base = begin + region.base
+        base = begin + region.start
         with optimizer._steps:
             log, elements, param = optimizer._require_log(), optimizer._cut(), optimizer._held()[number]
             if optimizer._written is not None:

@@ -333,7 +333,7 @@ class Stream:
             take(sparse)
             sparse = []
             for piece in pieces(part, PIECE_UNITS):
-                at = piece.base - part.base
+                at = piece.start - part.start
                 take([compare(piece, old[at : at + piece.units], new[at : at + piece.units])])
         take(sparse)
         return digest, coded

@@ -110,7 +110,7 @@ class DeviceCopy:
         # each call into torch gives up the interpreter's lock, for which encoders are waiting: once is enough
         found = self._views.get(region)
         if found is None:
-            found = self._views[region] = self._units(region.tensor.name)[region.base : region.base + region.units]
+            found = self._views[region] = self._units(region.tensor.name)[region.start : region.start + region.units]
         return found
 
     def _units(self, name: str) -> Tensor:
@@ -233,7 +233,7 @@ class PinnedCopy:
 def _elements(region: Region) -> slice:
     """Where a region in one piece lies in its flat tensor."""
     per = lookup(region.tensor.dtype).units_per_element
-    return slice(region.base // per, (region.base + region.units) // per)
+    return slice(region.start // per, (region.start + region.units) // per)
 
 
 def compare_there(region: Region, held: Bits, live: Tensor, wire: torch.dtype) -> Change:

@@ -179,9 +179,9 @@ class OneByOne:
             if isinstance(found, Change):
                 undo_within(rows, bits, found.swapped())
                 continue
-            first, last = max(rows.base, place.base), min(rows.base + rows.units, place.base + place.units)
+            first, last = max(rows.start, place.start), min(rows.start + rows.units, place.start + place.units)
             if first < last:
-                bits[first - rows.base : last - rows.base] = found[first - place.base : last - place.base]
+                bits[first - rows.start : last - rows.start] = found[first - place.start : last - place.start]
         if region.columns == rows.columns:
             return bits
         part: Bits = bits.reshape(rows.rows, rows.columns)[:, region.column : region.column + region.columns]

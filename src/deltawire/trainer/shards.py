@@ -173,7 +173,7 @@ class Shards(LocalModel):
         total, plan = StateDigest(), blocks(source.schema)
         for here, there in zip(chain(*plan), chain(*self._placed(plan)), strict=True):
             bits = source.region(here).reshape(there.rows, there.columns)
-            total += digest.of_rows(there.tensor.name, bits, there.base, there.tensor.columns)
+            total += digest.of_rows(there.tensor.name, bits, there.start, there.tensor.columns)
         return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class VersionWriter:
                 bits, tensor = pending.changes.weights(region), region.tensor
                 if region not in anchored:
                     rows = bits.reshape(region.rows, region.columns)
-                    anchored[region] = of_rows(tensor.name, rows, region.base, tensor.columns)
+                    anchored[region] = of_rows(tensor.name, rows, region.start, tensor.columns)
                 return bits
 
             whole = full.anchor(self._regions, weights, metadata)

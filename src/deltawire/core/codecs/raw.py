@@ -77,7 +77,7 @@ def moves(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes) -
         raise PositionError(f"the indices of {tensor.name!r} are not ascending")
     result = []
     for region in regions(tensor, 1 << 32):
-        first, last = np.searchsorted(flat, (region.base, region.base + region.units))
-        positions = (flat[first:last] - region.base).astype(np.uint32)
+        first, last = np.searchsorted(flat, (region.start, region.start + region.units))
+        positions = (flat[first:last] - region.start).astype(np.uint32)
         result.append(RegionMoves(region, positions, new[first:last], NEW_BITS))
     return result
