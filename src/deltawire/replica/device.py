@@ -557,7 +557,8 @@ def _rows_digest(piece: Piece, table: Tensor) -> Tensor:
     for row in range(0, region.rows, band):
         part = bits[row : row + band].to(torch.int64) & ((1 << 8 * bits.dtype.itemsize) - 1)
         lines = torch.arange(row, row + part.shape[0], device=bits.device)
-        at = (region.start + lines * region.tensor.columns)[:, None] * halves + torch.arange(columns, device=bits.device)
+        starts = (region.start + lines * region.tensor.columns)[:, None] * halves
+        at = starts + torch.arange(columns, device=bits.device)
         for lane in range(2):
             weight = torch_ops._mix(key[lane] + at // digest.BLOCK) * table[lane][at % digest.BLOCK]
             out[lane] += (weight * part).sum()
