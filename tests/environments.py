@@ -44,10 +44,12 @@ def trl(extras: str = "trl") -> Path:
 
 def deepspeed() -> Path:
     """The Python of an environment with a real DeepSpeed beside everything that is in ours, torch included."""
-    # built from source with our setuptools; of its dependencies we have the rest
+    # built from source, with a setuptools that can make a wheel: that of an older Python cannot
+    setuptools = ["-c", str(ROOT / "constraints.txt"), "setuptools"]
+    # of its dependencies we have the rest
     needs = ["einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4", "ninja==1.13.2", "py-cpuinfo==9.0.0"]
     packages = ["--no-deps", "--no-build-isolation", "deepspeed==0.19.8", *needs]
-    return environment("deepspeed", packages, beside=sysconfig.get_path("purelib"))
+    return environment("deepspeed", setuptools, packages, beside=sysconfig.get_path("purelib"))
 
 
 def engine(name: str) -> Path:
