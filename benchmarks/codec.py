@@ -29,10 +29,10 @@ from _formats import FORMATS, floors
 from _report import about, best, print_about, write_json
 from _rivals import Tried, rivals, write_pair
 from _shapes import QWEN3_06B, SMALL
-from deltawire.core.change import Change, blocks, compare, gather
+from deltawire.core.change import Change, blocks, compare
 from deltawire.core.codecs import ENCODINGS, packed, planes
 from deltawire.core.full import digest_of
-from deltawire.core.scatter import place
+from deltawire.core.scatter import gather, place
 from deltawire.core.simd import prefetch
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.models import ModelView
@@ -91,7 +91,7 @@ def _ours(delta: Delta, encoding: str, changed: int, elements: int) -> Row:
         """Decode and write, as a replay does. Putting the old bits back is not timed."""
         clock = time.perf_counter()
         opened = DeltaFile(lambda start, length: data[start : start + length], len(data), base.schema)
-        done = list(opened.patches(live.__getitem__, threads=1))
+        done = list(opened.changes(live.__getitem__, threads=1, write=True))
         seconds = time.perf_counter() - clock
         if any(not np.array_equal(live[k], v.reshape(-1)) for k, v in delta.new.items()):
             raise SystemExit(f"{encoding} did not reproduce {delta.name}")
@@ -122,14 +122,16 @@ def _parts(delta: Delta, changed: int) -> dict[str, float]:
                 change.write(live[change.region.tensor.name])
 
     def replayed() -> None:
-        for _ in opened.patches(live.__getitem__, threads=1):
+        for _ in opened.changes(live.__getitem__, threads=1, write=True):
             pass
 
     work: dict[str, Callable[[], object]] = {
         "stream": lambda: [bits.max() for bits in live.values()],
         "lines": lambda: [_touch(bits, change.positions, *change.region.geometry) for change, bits in flat],
         "decode": decode,
-        "gather": lambda: [gather(change.region, change.positions, bits) for change, bits in flat],
+        "gather": lambda: [
+            gather(bits, change.positions, np.empty_like(change.old), *change.region.geometry) for change, bits in flat
+        ],
         "scatter": lambda: [change.write(bits) for change, bits in flat],
         "staged": staged,
         "replayed": replayed,

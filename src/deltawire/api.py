@@ -80,7 +80,7 @@ def decode(
     if check:
         _require(file, BASE_DIGEST, "base_version", full.digest_of(base, threads), "`old` is not what it was made from")
     result = {name: bits.copy() for name, bits in base}
-    for _ in file.patches(result.__getitem__, threads):
+    for _ in file.changes(result.__getitem__, threads, write=True):
         pass
     if check:
         patched = full.ReadBy(base.schema, lambda region: region.cut(result[region.tensor.name]))

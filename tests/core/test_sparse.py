@@ -42,14 +42,13 @@ def file_with(**said: str) -> bytes:
 def test_blocks_say_what_they_change_before_they_are_read(encoding: str) -> None:
     old, new = bags()
     file = opened(encoded(old, diff(old, new), encoding), SCHEMA)
-    for block in file.blocks:
-        changes = file.decode(block, old.bits)
+    for block, changes in zip(file.blocks, file.changes(old.bits), strict=True):
         assert [(c.region.tensor, c.count) for c in changes] == [(r.tensor, count) for r, count in block.regions]
         found = file.read(block)
         if isinstance(found, list):
             assert all(isinstance(moves, RegionMoves) for moves in found)
     live = {name: bits.copy() for name, bits in old.tensors.items()}
-    written = [change for changes in file.patches(live.__getitem__) for change in changes]
+    written = [change for changes in file.changes(live.__getitem__, write=True) for change in changes]
     assert all(np.array_equal(live[name], bits) for name, bits in new.tensors.items())
     for change in written:
         change.undo(live[change.region.tensor.name])

@@ -36,7 +36,7 @@ def advance(
         digest = state.digest
         for file in fetched.deltas(digest):
             # blocks cover disjoint regions, so each may be written while others are still being decoded
-            for changes in file.patches(state.bits) if write else file.changes(state.bits):
+            for changes in file.changes(state.bits, write=write):
                 digest += digest_shift(changes)
                 if changed is not None:
                     changed(changes)

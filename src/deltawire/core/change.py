@@ -13,8 +13,7 @@ from . import digest
 from .compiled import njit
 from .dtypes import Bits, lookup, read_only
 from .errors import SchemaMismatch
-from .scatter import gather as _gather
-from .scatter import scatter as _scatter
+from .scatter import gather, scatter
 from .schema import Schema, TensorSpec
 from .simd import LANES, difference_mask, trailing_zeros
 from .ulps import step_in_place, take_steps
@@ -143,7 +142,7 @@ class Change:
 
     def write(self, bits: Bits) -> None:
         """Put the new values into the tensor's flat bits, in place."""
-        _scatter(bits, self.positions, self.new, *self.region.geometry)
+        scatter(bits, self.positions, self.new, *self.region.geometry)
 
     def undo(self, bits: Bits) -> None:
         """Put the old values into the tensor's flat bits, in place; also after a write that ended half-way."""
@@ -205,7 +204,9 @@ class RegionMoves:
 
     def resolve(self, bits: Bits) -> Change:
         """The change that they are to a tensor with these flat bits."""
-        return self.from_old(gather(self.region, self.positions, bits))
+        old = np.empty(self.positions.size, bits.dtype)
+        gather(bits, self.positions, old, *self.region.geometry)
+        return self.from_old(old)
 
     def from_old(self, old: Bits) -> Change:
         """Return the change, given the old bits at the positions."""
@@ -228,13 +229,6 @@ class RegionMoves:
         signed = self.kind == NUMBER_STEPS
         step_in_place(bits, self.positions, self.values, signed, old, new, *self.region.geometry)
         return Change(self.region, self.positions, old, new)
-
-
-def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
-    """The tensor's bits at (already checked) positions of a region."""
-    values = np.empty(positions.size, bits.dtype)
-    _gather(bits, positions, values, *region.geometry)
-    return values
 
 
 Block = tuple[Region, ...]

@@ -153,7 +153,11 @@ def _block_parts(delta: DeltaFile) -> list[TensorPart]:
             changed[tensor] = changed.get(tensor, 0) + count
             known = nbytes.get(tensor, 0)
             # counted once per block
-            nbytes[tensor] = known + (block.nbytes if number == 0 else 0) if alone and known is not None else None
+            nbytes[tensor] = (
+                known + (sum(item.nbytes for item in block.items) if number == 0 else 0)
+                if alone and known is not None
+                else None
+            )
     return [TensorPart(t.name, t.dtype, t.shape, count, nbytes[t]) for t, count in changed.items()]
 
 

@@ -282,13 +282,8 @@ class BlockRef:
     record: BlockRecord | None
     """None for `raw`."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
-
-    @property
-    def changed(self) -> int:
-        return sum(changed for _, changed in self.regions)
+    changed: int
+    """Number of units it changes."""
 
     @property
     def work(self) -> int:
@@ -334,33 +329,23 @@ class DeltaFile:
         moves: list[RegionMoves] = block_encoding(record.encoding).moves(record, block.regions, streams)
         return moves
 
-    def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
-        """The changes of one block against the base version's bits."""
-        found = self.read(block)
-        if isinstance(found, context.TiledBlock):
-            return found.decode(base)
-        return [moves.resolve(base(moves.region.tensor.name)) for moves in found]
+    def changes(self, bits: BaseBits, threads: int | None = None, *, write: bool = False) -> Iterator[list[Change]]:
+        """Decode all blocks against the base version's bits, on several threads, a few blocks ahead at the most.
 
-    def patch(self, block: BlockRef, bits: BaseBits) -> list[Change]:
-        """Decode a block and write its changes. All of the block is checked before a bit is touched."""
-        found = self.read(block)
-        if not isinstance(found, context.TiledBlock):
-            return [moves.apply(bits(moves.region.tensor.name)) for moves in found]
-        changes = found.decode(bits)
-        for change in changes:
-            change.write(bits(change.region.tensor.name))
-        return changes
-
-    def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
-        """Decode all blocks on several threads, a few blocks ahead at the most."""
-        return self.each(lambda block: self.decode(block, base), threads)
-
-    def patches(self, bits: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
-        """Decode all blocks and write each in the thread that decoded it.
-
-        For a copy that is dropped on an error: blocks before a bad one are written already.
+        With `write`, each is written to these bits by the thread that decoded it, once all of it was checked. For a
+        copy that is dropped on an error: blocks before a bad one are written already.
         """
-        return self.each(lambda block: self.patch(block, bits), threads)
+
+        def decode(block: BlockRef) -> list[Change]:
+            found = self.read(block)
+            if not isinstance(found, context.TiledBlock):
+                return [(m.apply if write else m.resolve)(bits(m.region.tensor.name)) for m in found]
+            changes = found.decode(bits)
+            for change in changes if write else ():
+                change.write(bits(change.region.tensor.name))
+            return changes
+
+        return self.each(decode, threads)
 
     def each(self, visit: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
         """Visit all blocks, on as many threads as decoding them leaves memory for; results in order."""
@@ -385,7 +370,7 @@ class DeltaFile:
             count = indices.shape[0]
             if count > tensor.units:
                 raise CountMismatch(f"the delta changes {count} units of {name!r}, which has {tensor.units}")
-            blocks.append(BlockRef([(whole(tensor), count)], (indices, values), None))
+            blocks.append(BlockRef([(whole(tensor), count)], (indices, values), None, count))
         return blocks
 
     def _indexed_blocks(self, schema: Schema | None) -> list[BlockRef]:
@@ -421,7 +406,7 @@ class DeltaFile:
                 raise CorruptStream(f"block {number} must hold regions of exactly one dtype")
             if sum(region.units for region, _ in regions) > MAX_BLOCK_UNITS:
                 raise PositionError(f"block {number} covers more than {MAX_BLOCK_UNITS:,} units")
-            blocks.append(BlockRef(regions, (item,), record))
+            blocks.append(BlockRef(regions, (item,), record, sum(changed for _, changed in regions)))
         if len(self.header.items) != len(blocks) + 1:
             raise HeaderError("the file holds tensors that its index does not name")
         return blocks

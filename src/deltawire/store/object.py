@@ -82,15 +82,13 @@ class ObjectStore:
         return cls(client, address.url, prefix=address.prefix, creator=creator)
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        path = self._path(key)
-        with _request(self._where(key)):
+        with self._request(key) as path:
             return self._read(key, obstore.get(self._client, path), limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         if not etag:
             return self.get(key, limit=limit)
-        path = self._path(key)
-        with _request(self._where(key)):
+        with self._request(key) as path:
             try:
                 result = obstore.get(self._client, path, options={"if_none_match": etag})
             except NotModifiedError:
@@ -100,31 +98,28 @@ class ObjectStore:
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         check_range(start, length)
-        path = self._path(key)
         if length == 0 or start + length > _MAX_OFFSET:  # HTTP has no empty range, the client no larger number
             if start + length > self.head(key).size:
                 raise TruncatedFile(f"{self._where(key)} ends before byte {start + length}")
             return b""
-        with _request(self._where(key)):
+        with self._request(key) as path:
             data = obstore.get_range(self._client, path, start=start, length=length).to_bytes()
         if len(data) != length:  # past the end, a server sends what there is
             raise TruncatedFile(f"{self._where(key)} ends at byte {start + len(data)}, before byte {start + length}")
         return data
 
     def head(self, key: str) -> ObjectInfo:
-        path = self._path(key)
-        with _request(self._where(key)):
+        with self._request(key) as path:
             return self._info(obstore.head(self._client, path))
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        path = self._path(key)
         if not callable(data):
-            with _request(self._where(key)):
+            with self._request(key) as path:
                 self._upload(path, self._payload(data))
             return
         source = _Source(data)
         try:
-            with _request(self._where(key)):
+            with self._request(key) as path:
                 self._stream(path, source)
         except Exception:
             # A producer's error must reach the caller as it is; some, like FileNotFoundError, look like the client's.
@@ -133,14 +128,13 @@ class ObjectStore:
             raise
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with _request(self._where(key)):
+        with self._request(key) as path:
             obstore.put(self._creator, path, self._payload(data), mode="create")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix)
         # The client matches prefixes by whole path parts, not by text; so ask for the folder and compare here.
-        with _request(self.url):
+        with self._request():
             found: list[ObjectInfo] = []
             for page in obstore.list(self._client, (self._root + folder) or None, chunk_size=1000):
                 found += map(self._info, page)
@@ -151,15 +145,14 @@ class ObjectStore:
 
     def folders(self, prefix: str = "") -> Level:
         folder = check_prefix(prefix)
-        with _request(self.url):
+        with self._request():
             found = obstore.list_with_delimiter(self._client, (self._root + folder) or None)
             names = [name.rstrip("/")[len(self._root) :] for name in found["common_prefixes"]]
             objects = [self._info(meta) for meta in found["objects"]]
         return sorted(f"{name}/" for name in names if is_key(name)), sorted(objects, key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
-        with contextlib.suppress(ObjectNotFound), _request(self._where(key)):
+        with contextlib.suppress(ObjectNotFound), self._request(key) as path:
             obstore.delete(self._client, path)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,10 +197,27 @@ class ObjectStore:
 
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _path(self, key: str) -> str:
-        return self._root + check_key(key)
+    @contextlib.contextmanager
+    def _request(self, key: str | None = None) -> Iterator[str]:
+        """Yield the path of an object in the bucket, or of all objects, and translate the client's errors.
+
+        Raises Unsupported in a process that was forked after the client's threads had started.
+        """
+        global _process
+        path = self._root + ("" if key is None else check_key(key))
+        where = self.url if key is None else self._where(key)
+        if not where.startswith("memory:"):
+            _process = _process or os.getpid()
+            if _process != os.getpid():
+                raise Unsupported(
+                    f"{where} cannot be reached: this process was forked from one that had used a bucket, and has none "
+                    'of its threads; start processes with multiprocessing.get_context("spawn")'
+                )
+        with _translated(where):
+            yield path
 
     def _where(self, key: str) -> str:
+        """Address of an object, for messages."""
         return f"{self._place}/{key}"
 
 
@@ -235,21 +245,6 @@ class _Source:
 
 _process = 0
 """The process that made the first request."""
-
-
-@contextlib.contextmanager
-def _request(where: str) -> Iterator[None]:
-    """Translate errors, and raise Unsupported in a process that was forked after the client's threads had started."""
-    global _process
-    if not where.startswith("memory:"):
-        _process = _process or os.getpid()
-        if _process != os.getpid():
-            raise Unsupported(
-                f"{where} cannot be reached: this process was forked from one that had used a bucket, and has none of "
-                'its threads; start processes with multiprocessing.get_context("spawn")'
-            )
-    with _translated(where):
-        yield
 
 
 @contextlib.contextmanager

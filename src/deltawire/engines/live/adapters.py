@@ -220,7 +220,7 @@ class AdapterTarget:
                 assert self._state is not None, "a replica plans deltas only from a version that it has"
                 made.load(self._state)
                 for file in content.open():
-                    for _ in file.patches(made.bits):
+                    for _ in file.changes(made.bits, write=True):
                         pass
                 update.require(full.digest_of(made), UNCHANGED)
             else:
