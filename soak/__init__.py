@@ -6,6 +6,7 @@
     conductor.py    starts everything, lets the adversary loose, stops it, waits until all agree
     adversary.py    which fault comes when, by a seed
     proxy.py        all traffic goes through it: cut, stalled or slowed for each client
+    nginx.py        a real nginx before the server, with --proxy nginx; certificate.py: its certificates
     damage.py       bits flipped, objects truncated and lost, and put right again
     disk.py         a small file system for the server, so that it can be full
     nursery.py      forks the processes below, which are killed with SIGKILL

@@ -56,9 +56,11 @@ class Conductor:
         self.trainer_client, self.prune_client = options.replicas, options.replicas + 1
         bucket = self._server.ports["s3.port"]
         self._nginx: Nginx | None = None
+        # one after the other: each comes as soon as all others did
+        self._wrong = itertools.cycle(random.Random(options.seed).sample([*WRONG], len(WRONG)))
         if options.proxy:
             let_read(self._server, "soak")
-            self._nginx = Nginx(self.folder / "nginx", bucket)
+            self._nginx = Nginx(self.folder / "nginx", bucket, tls=True)
         read = bucket if self._nginx is None else self._nginx.port
         self._proxy = Proxy([read] * options.replicas + [bucket] * 2, self.folder / "logs" / "proxy")
         self._nursery = Nursery(self.folder / "logs")
@@ -99,6 +101,8 @@ class Conductor:
         env["TMPDIR"] = str(self.folder / "tmp")
         if client is not None and self.uses_cache(client):
             env |= {"DELTAWIRE_CACHE": str(self.folder / "cache"), "DELTAWIRE_CACHE_GB": "0.05"}
+        if self._nginx is not None:
+            env["SSL_CERT_FILE"] = str(self._nginx.certificate)
         return env
 
     def uses_cache(self, client: int) -> bool:
@@ -127,7 +131,7 @@ class Conductor:
             }
             if self._nginx is not None:
                 path = RUN.partition("://")[2]
-                task |= {"run": f"http://127.0.0.1:{self._proxy.ports[client]}/{path}", "heartbeats": RUN}
+                task |= {"run": f"https://127.0.0.1:{self._proxy.ports[client]}/{path}", "heartbeats": RUN}
         self._pids[client] = self._nursery.start(role, task, self.environment(client))
 
     def _prune(self) -> int:
@@ -252,7 +256,7 @@ class Conductor:
             return _nothing if damage_cache(self.folder / "cache", dice) else None
         if kind == "wrong proxy" and self._nginx is not None:
             event.clients = [*range(self.options.replicas)]
-            event.kind = dice.choice([*WRONG])
+            event.kind = next(self._wrong)
             self._nginx.configure(WRONG[event.kind])
             return lambda: self._nginx.configure({}) if self._nginx else None
         if kind in ("flip bits", "truncate", "lose object"):

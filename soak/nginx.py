@@ -18,15 +18,31 @@ import boto3
 
 from deltawire_wordle.processes import free_port
 from deltawire_wordle.seaweed import SeaweedFS
+from soak.certificate import certificate_of
 
 CONF = Path(__file__).parents[1] / "deploy/nginx/deltawire.conf"
 
+_UPSTREAM, _HEAD = "upstream deltawire_bucket {", "proxy_cache_valid 200 1s;"
+_SLICES = """        slice 8m;
+        proxy_cache_key $uri$slice_range;
+"""
 
 WRONG = {
-    "stale head": {"proxy_cache_valid 200 1s;": "proxy_cache_valid 200 1m;"},
+    "stale head": {_HEAD: "proxy_cache_valid 200 1m;"},
+    "fixed etag": {
+        _HEAD: f"""{_HEAD} proxy_hide_header ETag; add_header ETag '"same"';
+        if ($http_if_none_match = '"same"') {{ return 304; }}"""
+    },
     "kept 404": {"proxy_cache_valid 200 1m;": "proxy_cache_valid 200 404 3s;"},
     "compressed": {"gzip off;": "gzip on; gzip_types *; gzip_min_length 1; gzip_proxied any;"},
     "no ranges": {"proxy_set_header Range $slice_range;": "max_ranges 0;", "        slice 8m;\n": ""},
+    "short ranges": {
+        # a tenth of what is asked for
+        _UPSTREAM: 'map $http_range $short { "~^(bytes=[0-9]+-[0-9]+)[0-9]$" $1; default $http_range; }\n' + _UPSTREAM,
+        "proxy_set_header Range $slice_range;": "proxy_set_header Range $short;",
+        _SLICES: "        proxy_cache off;\n",
+    },
+    "certificate": {"/trusted.conf": "/other.conf"},
     "redirect": {"    if ($request_method": "    return 302 http://elsewhere.invalid$uri;\n    if ($request_method"},
     "unavailable": {
         "    if ($request_method": "    add_header Retry-After 2 always; return 503;\n    if ($request_method"
@@ -59,15 +75,25 @@ class Nginx:
 
     folder     for its configuration, cache and logs
     origin     port of the bucket on this machine
+    tls        whether it is https: clients trust `certificate`
     """
 
-    def __init__(self, folder: Path, origin: int, changes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, origin: int, changes: Mapping[str, str] | None = None, *, tls: bool = False
+    ) -> None:
         found = program()
         if found is None:
             raise FileNotFoundError("nginx is not here: apt-get install nginx-light")
         self.folder, self.port, self._origin = folder, free_port(), origin
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
+        self.certificate = folder / "trusted.pem"
+        self._listen = f"listen 127.0.0.1:{self.port};"
+        if tls:
+            self._listen = f"listen 127.0.0.1:{self.port} ssl; include {folder}/trusted.conf;"
+            for name in ("trusted", "other"):
+                pem = certificate_of("127.0.0.1", folder / f"{name}.pem")
+                (folder / f"{name}.conf").write_text(f"ssl_certificate {pem}; ssl_certificate_key {pem};\n")
         self._write(changes or {})
         with open(folder / "said", "wb") as said:
             self._process = subprocess.Popen(
@@ -87,7 +113,7 @@ class Nginx:
     def _write(self, changes: Mapping[str, str]) -> None:
         folder, code = self.folder, CONF.read_text()
         for printed, meant in {
-            "127.0.0.1:8330": f"127.0.0.1:{self.port}",
+            "listen 127.0.0.1:8330;": self._listen,
             "127.0.0.1:8333": f"127.0.0.1:{self._origin}",
             "/var/cache/nginx/deltawire": str(folder / "cache"),
             **changes,

@@ -16,7 +16,7 @@ import pytest
 from deltawire.bucket import fetch, watch
 from deltawire.bucket.run import Run
 from deltawire.core import keys
-from deltawire.core.errors import DeltawireError, ObjectNotFound, StoreError, TruncatedFile
+from deltawire.core.errors import DeltawireError, ObjectNotFound, TruncatedFile
 from deltawire.replica import Replica
 from deltawire.store import HttpStore, Retrying, Store
 from deltawire.trainer import Publisher
@@ -183,13 +183,15 @@ def test_a_damaged_object_that_the_proxy_has_kept(bucket: Store, url: str, versi
 
 REFUSED = {
     "no ranges": "let the proxy pass ranges on",
+    "short ranges": "came back",
+    "certificate": "certificate is not trusted",
     "redirect": "it leads to http://elsewhere.invalid/.*; redirects are not followed",
     "unavailable": "503",
 }
 """What is said where nothing can be read."""
 
 
-@pytest.mark.parametrize("wrong", ["stale head", "kept 404", "compressed", "no ranges", "redirect", "unavailable"])
+@pytest.mark.parametrize("wrong", [*WRONG])
 def test_a_proxy_that_is_configured_wrongly(
     seaweed: SeaweedFS,
     bucket: Store,
@@ -204,13 +206,17 @@ def test_a_proxy_that_is_configured_wrongly(
     # several ranges for the few bytes of an object
     monkeypatch.setattr(fetch, "PART", 256)
     monkeypatch.setattr(watch, "PROBE_WEB_S", 0.5)
-    with Nginx(tmp_path / "nginx", seaweed.ports["s3.port"], WRONG[wrong]) as proxy, Publisher(bucket) as publisher:
+    with (
+        Nginx(tmp_path / "nginx", seaweed.ports["s3.port"], WRONG[wrong], tls=True) as proxy,
+        Publisher(bucket) as publisher,
+    ):
+        monkeypatch.setenv("SSL_CERT_FILE", str(proxy.certificate))
         publisher.publish(versions[0]).result(60)
         live = blank(versions[0])
         web = Retrying(HttpStore(f"{proxy.url}/{place}"), attempts=2, first_delay_s=0.01)
         replica = Replica(web, heartbeat=0)
         if (said := REFUSED.get(wrong)) is not None:
-            with pytest.raises(StoreError, match=said):
+            with pytest.raises(DeltawireError, match=said):
                 replica.sync(live)
             assert same(live, blank(versions[0])), "no weight was touched"
             proxy.configure({})

@@ -25,8 +25,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FOUND = HERE / "found"
-# flat, as the tests have it
-PATHS = [HERE, HERE.parent, HERE.parent / "abuse", HERE.parent / "foreign", HERE.parent / "engines" / "server"]
+# flat, as the tests have it; and where `soak` is
+TESTS = HERE.parent
+PATHS = [HERE, TESTS, TESTS / "abuse", TESTS / "foreign", TESTS / "engines" / "server", TESTS.parent]
 sys.path[:0] = [str(path) for path in PATHS]
 
 from child import DECLARED, KINDS, case_of, serve, started  # noqa: E402

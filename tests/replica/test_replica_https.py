@@ -24,8 +24,9 @@ from deltawire.core.signing import SigningKey
 from deltawire.replica import Replica
 from deltawire.store import HttpStore, Retrying, Store, open_store
 from deltawire.trainer import Publisher
+from soak.certificate import certificate_of
 from support import Model, blank, heartbeats, history, publish, same
-from tests.web import Fault, Handler, WebServer, certificate_of, serving
+from tests.web import Fault, Handler, WebServer, serving
 
 COUNT = 40
 HEAD, VERSION, OBJECT = "head.json", "versions/", "deltas/"

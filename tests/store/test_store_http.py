@@ -23,7 +23,8 @@ from deltawire.core.errors import (
 )
 from deltawire.store import Chunks, HttpStore, ObjectInfo, Retrying, Store, open_store
 from deltawire.testing import StoreTests
-from tests.web import Handler, WebServer, certificate_of, serving
+from soak.certificate import certificate_of
+from tests.web import Handler, WebServer, serving
 
 
 class Behind:
