@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
+from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run, blobs, ranges
+from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import set_tag, tags
 from deltawire.core import keys
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DeltawireError, ManifestError, ObjectTooLarge, RunNotFound, StoreUnavailable
-from deltawire.core.manifest import Delegated, Head, Heartbeat, Tag, dump
+from deltawire.core.manifest import Delegated, Head, Heartbeat, Summary, Tag, dump
 from deltawire.keeper.lease import KeeperLease
 from deltawire.store import Fetched, Store
+from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
 from support import history, publish
 
@@ -46,6 +51,63 @@ def test_a_version_that_is_not_there(store: Store) -> None:
     [(version, found)] = run.manifests([7])
     assert version == 7
     assert isinstance(found, DeltawireError)
+
+
+def test_who_needs_few_versions_reads_no_long_page_of_history(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"w": np.zeros(64, np.uint16)}
+    with Publisher(store, anchor_every=10, anchor_ratio=1e9) as publisher:
+        for _ in range(135):
+            weights["w"] += 1
+            publisher.publish(weights, wait=True)
+    counting = CountingStore(store)
+    whole = Run.open(counting).timeline(134)
+    assert [*whole] == [*range(135)]
+
+    def read(newest: int, since: int) -> tuple[dict[int, Summary], int, int]:
+        run = Run.open(counting)
+        counting.reset()
+        found = run.timeline(newest, since)
+        return found, counting.requests["get"], counting.bytes_in
+
+    def expected(newest: int, since: int) -> dict[int, Summary]:
+        return {v: summary for v, summary in whole.items() if since <= v <= newest}
+
+    _, plain, long = read(131, 125)
+    monkeypatch.setattr("deltawire.bucket.run.LONG_PAGE", 32)
+    found, short, few = read(131, 125)
+    assert found == expected(131, 125)
+    assert (plain, short) == (3, 3)
+    assert 2 * few < long, "the page of 128 versions was read"
+    for newest, since in itertools.product((63, 64, 67, 96, 127, 128, 130, 134), (0, 1, 20, 33, 60, 90, 100, 126)):
+        assert read(newest, since)[0] == expected(newest, since)
+    # a manifest that is gone costs the page
+    store.delete(keys.manifest(127))
+    assert read(131, 125)[0] == expected(131, 125)
+    # what is pruned is not read, and pages of it alone are pruned too
+    store.put(keys.manifest(127), b"damaged")
+    assert read(131, 125)[0] == expected(131, 125)
+
+
+def test_pages_of_history_go_with_their_versions(store: Store) -> None:
+    publish(store, history(75), anchor_every=10, anchor_ratio=1e9)
+    run = Run.open(store)
+    whole = run.timeline(74)
+    prune(run, Retention(last=3, grace=0))
+    assert {item.key for item in store.list(keys.HISTORY)} == set()
+    left = Run.open(store).timeline(74)
+    assert left == {v: whole[v] for v in left}
+    assert {72, 73, 74} <= {*left} == {*Run.open(store).listed()}
+    counting = CountingStore(store)
+    Run.open(counting).timeline(74)
+    # run.json, the manifest, the marks
+    assert counting.requests["get"] == 3
+    assert verify(Run.open(store)).ok
+    # the next page tells of those that are there
+    with Publisher(store, continues=True) as publisher:
+        for array in history(85)[75:]:
+            publisher.publish(array, wait=True)
+    assert [*Run.open(store).timeline(84)] == [*left, *range(75, 85)]
+    assert verify(Run.open(store)).ok
 
 
 def test_an_address_without_a_run(store: Store) -> None:

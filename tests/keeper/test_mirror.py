@@ -150,6 +150,8 @@ def test_pages_of_history_whose_versions_were_pruned_are_copied() -> None:
     run = Run.open(source)
     store, late = empty(), empty()
     Mirror(run, late).update(8)
+    # else the pages go too
+    set_tag(run, 20, "best")
     prune(run, Retention(last=3, grace=0))
     assert not {16, 32} & set(run.listed()), "the pages came with versions that are gone"
     for each in (store, late):
@@ -169,6 +171,20 @@ def test_pages_of_history_whose_versions_were_pruned_are_copied() -> None:
     mirror.update(41)
     assert not mirror.damaged
     assert verify(Run.open(held_up)).ok
+
+
+def test_pages_of_history_that_were_pruned_are_not_missed() -> None:
+    source = empty()
+    publish(source, history(40), anchor_every=18, anchor_ratio=1e9)
+    run = Run.open(source)
+    prune(run, Retention(last=3, grace=0))
+    assert not [*source.list(keys.HISTORY)]
+    store = empty()
+    mirror = Mirror(run, store)
+    mirror.update(39)
+    assert not mirror.damaged
+    assert verify(Run.open(store)).ok
+    assert Run.open(store).timeline(39) == run.timeline(39)
 
 
 def test_a_mirror_that_is_behind_a_pruned_run_is_readable_all_the_time(kept: Kept) -> None:

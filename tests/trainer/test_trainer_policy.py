@@ -189,6 +189,22 @@ def test_an_anchor_is_left_to_a_keeper_that_is_alive_but_not_for_ever() -> None:
     assert not leaves(22, keeper_index(21, None), AnchorPolicy())
 
 
+def test_deciding_costs_the_same_in_a_long_run() -> None:
+    """A run of a keeper has no anchor of the trainer, perhaps for ever."""
+
+    class Counted(dict[int, Summary]):
+        reads = 0
+
+        def __getitem__(self, version: int) -> Summary:
+            self.reads += 1
+            return super().__getitem__(version)
+
+    for policy in (AnchorPolicy(), AnchorPolicy(every=8, ratio=1e9)):
+        versions = Counted(deltas(5000))
+        assert policy.wants_anchor(5000, 1, 1000, versions)
+        assert versions.reads < 20
+
+
 def test_a_trainer_uploads_deltas_alone_while_a_keeper_makes_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     settings(monkeypatch)
     kept = fresh(2)

@@ -23,6 +23,7 @@ writer, of a replica or of the machine that prunes is compared with another.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ..core import chain, keys
+from ..core import chain, history, keys
 from ..core.added import AddedIndex, AddedLink, in_manifest
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump, now
@@ -90,7 +91,7 @@ class PrunePlan:
     manifests: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
     """Anchors and deltas, of deleted versions and of publishes that were never committed; pages of added links that
-    were merged into later ones."""
+    were merged into later ones; pages of history that tell of deleted versions alone."""
     files: tuple[ObjectInfo, ...]
     """Companion files that no version names any more."""
     heartbeats: tuple[ObjectInfo, ...]
@@ -210,6 +211,17 @@ def plan_prune(
         version = keys.data_version(key)
         return version is not None and version <= newest and not waits(version)
 
+    staying = sorted(manifests.keys() - going)
+
+    def forgotten(key: str) -> bool:
+        """Whether this is a page of history of versions that are all gone. That of a lost manifest stays."""
+        if (end := keys.history_end(key)) is None or end > newest:
+            return False
+        first = end - history.span(end)
+        if bisect_left(staying, first) < bisect_left(staying, end):
+            return False
+        return all(version in pruned for version in range(first, end))
+
     # a mark restarts the period for those that wait, so there is none before they are gone
     marked = live.keys() - kept.keys() if ripe else set()
     leaves = {keys.manifest(v) for v in marked} | objects(live, ()) - objects(live.keys() - marked, marked)
@@ -225,6 +237,7 @@ def plan_prune(
         (
             *(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if settled(item.key)),
             *(item for item in old(keys.ADDED_PAGES) if keys.added_range(item.key) is not None),
+            *(item for item in old(keys.HISTORY) if forgotten(item.key)),
         ),
         tuple(item for item in old(keys.FILES) if keys.is_file(item.key)),
         tuple(x for x in listing if x.key.startswith(keys.REPLICAS) and x.modified <= now - rule.heartbeats),

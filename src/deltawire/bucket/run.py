@@ -87,6 +87,10 @@ ALL_MANIFESTS = 256 << 20
 LOST_MANIFESTS = 1024
 """Number of manifests read in place of lost pages of history; each tells of sixteen versions."""
 
+LONG_PAGE = 1024
+"""Versions of a page of history from which on a reader that needs a quarter of them at most reads shorter ones instead:
+the longest have megabytes."""
+
 
 class Run:
     """A run in a bucket, for reading.
@@ -488,11 +492,10 @@ class Run:
         """
         if newest is None and (newest := self.newest()) is None:
             return {}
-        manifest = self.manifest(newest)
-        found = {s.version: s for s in _Past(self).before(newest, since)}
+        manifest, gone = self.manifest(newest), self.pruned()
+        found = {s.version: s for s in _Past(self, gone).before(newest, since)}
         # a manifest may be signed, a page is not
         found.update((s.version, s) for s in (*manifest.recent, manifest.summary()))
-        gone = self.pruned()
         return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
 
     def identify(self, digest: StateDigest, newest: int) -> int | None:
@@ -631,10 +634,12 @@ class _Past:
     is lost, the newest manifest below its end is read, and the pages that lead on from there. The bucket is listed
     first, once, so that nothing missing is requested, however large a number a hostile manifest has. Where it cannot be
     listed, what is missing is requested too, within the same limit.
+
+    The same takes the place of a long page of which little is needed. What is pruned is not needed.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, pruned: Pruned) -> None:
+        self._run, self._pruned = run, pruned
         self._room = keys.LIMITS[keys.HISTORY]
         self._reads = LOST_MANIFESTS
         self._listing: tuple[Sequence[int], set[str] | None] | None = None
@@ -643,11 +648,20 @@ class _Past:
     def before(self, version: int, since: int) -> Iterator[Summary]:
         """Yield the versions from `since` to the last multiple of 16 up to `version`."""
         for end in history.pages(version, since):
+            needed = self._pruned.extent(max(end - history.span(end), since), end)
+            if not needed:
+                continue
+            if history.span(end) >= LONG_PAGE and 4 * (end - needed.start) <= history.span(end):
+                with suppress(*DAMAGE):
+                    last = self._run.manifest(needed[-1])
+                    yield from (*last.recent, last.summary())
+                    yield from self.before(last.version, needed.start)
+                    continue
             page = self._page(end)
             if page is not None:
                 yield from page.versions
             else:
-                yield from self._lost(max(end - history.span(end), since), end)
+                yield from self._lost(needed.start, needed.stop)
 
     def _page(self, end: int) -> history.Page | None:
         key = keys.history(end)

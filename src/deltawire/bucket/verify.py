@@ -317,7 +317,13 @@ class _Records:
 
     def _tellers(self) -> Iterator[tuple[str, Iterable[Summary], range]]:
         """(key, summaries in it, versions it must have), for every record that has summaries of versions."""
-        ends = sorted({end for version in self.manifests for end in history.pages(version)})
+        there = sorted(self.manifests)
+        # a page of pruned versions alone is needed by nobody, and pruned too
+        ends = sorted(
+            end
+            for end in {end for version in there for end in history.pages(version)}
+            if bisect_left(there, end - history.span(end)) < bisect_left(there, end)
+        )
         for end, found in read_each(self.run.page, ends):
             with _blame(None, keys.history(end)):
                 if isinstance(found, DeltawireError):

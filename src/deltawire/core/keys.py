@@ -29,6 +29,7 @@ _DATA = re.compile(
 _FILE = re.compile(r"files/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
 _ADDED_PAGE = re.compile(r"added/([0-9]{6,18})-([0-9]{6,18})\.[0-9a-f]{8}\.json")
+_HISTORY = re.compile(r"history/([0-9]{6,18})\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"(?!(?:v[0-9]+|latest|newest)$)[A-Za-z][A-Za-z0-9._-]{0,63}")
 
@@ -104,6 +105,12 @@ def data_version(data_key: str) -> int | None:
 def history(end: int) -> str:
     """Summaries of the versions before `end` (see history.py)."""
     return f"{HISTORY}{end:06d}.json"
+
+
+def history_end(key: str) -> int | None:
+    """The version before which a page of history ends; None if it is not the key of one."""
+    match = _HISTORY.fullmatch(key)
+    return int(match[1]) or None if match else None
 
 
 def added_page(first: int, last: int, mark: str) -> str:

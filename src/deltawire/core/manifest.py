@@ -313,6 +313,16 @@ class Pruned(msgspec.Struct, frozen=True):
         at = bisect_right(self.versions, (version, math.inf))
         return at > 0 and version <= self.versions[at - 1][1]
 
+    def extent(self, first: int, end: int) -> range:
+        """The versions from `first` up to, not including, `end`, without those at both ends that are pruned."""
+        for a, b in self.versions:
+            if a <= first <= b:
+                first = b + 1
+        for a, b in reversed(self.versions):
+            if a < end <= b + 1:
+                end = a
+        return range(first, max(first, end))
+
     @property
     def last(self) -> int:
         return self.versions[-1][1] if self.versions else -1

@@ -185,7 +185,9 @@ class Mirror:
                 self._small(key)
                 self.damaged.pop(key, None)
             except DAMAGE as error:
-                self._note(key, version, error)
+                # a page of pruned versions alone is pruned too
+                if self._run.pruned().extent(end - history.span(end), end):
+                    self._note(key, version, error)
 
     def _note(self, key: str, version: int, error: Exception) -> None:
         versions = self.damaged[key].versions if key in self.damaged else set()
