@@ -5,6 +5,7 @@ python tests/golden/make.py --check   say which differ, exit 1 if any does
 
 run.json, version-0.json, version-1.json     the JSON objects
 anchor.safetensors                           full weights of version 0
+parts.safetensors                            the same with hashes of parts, as larger anchors have them
 delta.<encoding>.safetensors                 0 → 1, once per encoding
 tiles.context.safetensors                    a delta of other weights, enough of them for `context` to cut tiles
 bytes.<encoding>.safetensors                 the same of fp8 weights: e4m3 and e5m2, by exponent, in ulps
@@ -150,6 +151,11 @@ def anchor() -> tuple[bytes, DataFile]:
     return b"".join(file.chunks()), file
 
 
+def parts() -> bytes:
+    metadata = {"run": RUN, "model_version": "0", "total_params": str(SCHEMA.elements)}
+    return b"".join(full.anchor(map(whole, SCHEMA.tensors), old().region, metadata, part=50).chunks())
+
+
 def run_info() -> RunInfo:
     return RunInfo(RUN, 1_700_000_000.0, SCHEMA, SCHEMA.hash, model="golden")
 
@@ -192,6 +198,7 @@ def files() -> dict[str, bytes]:
         "version-0.json": dump(first),
         "version-1.json": dump(second),
         "anchor.safetensors": anchor()[0],
+        "parts.safetensors": parts(),
         **{f"delta.{encoding}.safetensors": delta(encoding)[0] for encoding in ENCODINGS},
         "tiles.context.safetensors": delta("context", tiled())[0],
         **{f"bytes.{encoding}.safetensors": delta(encoding, single_bytes())[0] for encoding in ("packed", "context")},

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from blake3 import blake3
 from safetensors import safe_open
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core import full, keys
+from deltawire.core.change import whole
 from deltawire.core.codecs import ENCODINGS
+from deltawire.core.held import Held
 from deltawire.core.manifest import parse_manifest, parse_run
 from deltawire.models import torch_bits
 from deltawire.replica import Replica
@@ -54,13 +57,18 @@ def test_there_is_a_golden_file_for_every_encoding() -> None:
     found = {path.name for path in FOLDER.glob("*.safetensors")}
     deltas = {f"delta.{encoding}.safetensors" for encoding in ENCODINGS}
     single = {f"bytes.{encoding}.safetensors" for encoding in ("packed", "context")}
-    assert found == {"anchor.safetensors", "tiles.context.safetensors", *deltas, *single}
+    assert found == {"anchor.safetensors", "parts.safetensors", "tiles.context.safetensors", *deltas, *single}
     assert sorted(files()) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_this_build_still_writes_the_same_bytes(name: str) -> None:
-    if zstandard.ZSTD_VERSION[:2] != (1, 5) and name not in ("run.json", "anchor.safetensors", "delta.raw.safetensors"):
+    if zstandard.ZSTD_VERSION[:2] != (1, 5) and name not in (
+        "run.json",
+        "anchor.safetensors",
+        "parts.safetensors",
+        "delta.raw.safetensors",
+    ):
         pytest.skip(f"zstd {zstandard.ZSTD_VERSION} may compress the same streams to other bytes")
     assert files()[name] == read(name)
 
@@ -95,11 +103,22 @@ def test_this_build_still_reads_fp8_weights(encoding: str) -> None:
     assert full.digest_of(base) + moves == full.digest_of(expected)
 
 
-def test_this_build_still_reads_the_anchor() -> None:
-    blob = read("anchor.safetensors")
+@pytest.mark.parametrize("name", ["anchor.safetensors", "parts.safetensors"])
+def test_this_build_still_reads_the_anchor(name: str) -> None:
+    blob = read(name)
     file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
     full.Anchor([file], make.SCHEMA)
     assert full.digest_of(full.ReadBy(make.SCHEMA, file.region)) == full.digest_of(make.old())
+
+
+def test_this_build_still_checks_parts_alone() -> None:
+    blob = read("parts.safetensors")
+    file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
+    found = full.needed(file, make.SCHEMA, Held(map(whole, make.SCHEMA.tensors)))
+    assert found is not None
+    assert len(found) > len(file.tensors), "the largest tensor has several"
+    assert b"".join(blob[part.start : part.end] for part in found) == blob[file.header.size :]
+    assert all(blake3(blob[part.start : part.end]).hexdigest(length=16) == part.hash for part in found)
 
 
 def test_this_build_still_reads_the_manifests() -> None:
@@ -148,8 +167,9 @@ def test_any_safetensors_reader_opens_it(name: str) -> None:
         names, metadata = set(file.keys()), file.metadata()
         tensors = {key: file.get_tensor(key) for key in names}
     assert metadata["format"] == "deltawire"
-    assert metadata["sparse"] == ("false" if name == "anchor.safetensors" else "true")
-    if name == "anchor.safetensors":
+    is_full = name in ("anchor.safetensors", "parts.safetensors")
+    assert metadata["sparse"] == ("false" if is_full else "true")
+    if is_full:
         assert names == {tensor.name for tensor in make.SCHEMA.tensors}
         assert torch_bits(tensors["embed.weight"]).tolist() == make.old().tensors["embed.weight"].tolist()
     elif name == "delta.raw.safetensors":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -28,10 +26,7 @@ WEIGHTS, CHANGED = 596_000_000, 6_900_000
 
 
 def file(size: int, changed: int = CHANGED) -> DataFile:
-    def chunks() -> Iterator[bytes]:
-        return iter(())
-
-    return DataFile(size, "", 0, "", changed, chunks)
+    return DataFile(b"", lambda: iter(()), size, changed)
 
 
 def after_upload(bytes_per_second: float) -> EncodingChooser:

@@ -11,12 +11,14 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from . import container, digest
 from .change import BLOCK_UNITS, Region, pieces, tile, whole
 from .container import Read
 from .dtypes import Bits, lookup
-from .errors import FormatError, ManifestError, SchemaMismatch, UnknownFormat, UnsafeName
+from .errors import FormatError, HeaderError, ManifestError, SchemaMismatch, UnknownFormat, UnsafeName
+from .held import Held, Part
 from .manifest import MAX_FILE, parse
 from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
@@ -37,6 +39,14 @@ _MORE_OF_A_TOKENIZER = (
 )  # fmt: skip
 CODE_SUFFIXES = (".py", ".ipynb", ".sh", ".so")
 REGIONS = "regions"
+_HEX = 32
+"""Digits of a hash."""
+PART_BYTES, PART_HASHES = "part_bytes", "part_hashes"
+"""Metadata of an anchor: its tensors in parts of so many bytes, and their hashes."""
+PART = 4 << 20
+"""Bytes of such a part. Smaller files have none."""
+MAX_PARTS = 1 << 17
+"""Parts of an object, besides one for each tensor; the parts of a larger object are larger."""
 _READ_UNITS = BLOCK_UNITS >> 2
 
 
@@ -85,10 +95,13 @@ def _chunks(regions: Iterable[Region], read: Callable[[Region], Bits]) -> Iterat
             yield np.ascontiguousarray(read(piece)).data.cast("B")
 
 
-def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
+def anchor(
+    regions: Iterable[Region], read: Callable[[Region], Bits], metadata: Mapping[str, str], *, part: int = PART
+) -> DataFile:
     """Full weights as a data object: all tensors, or what one of several writers holds.
 
-    What is not a whole tensor gets a name of its own, and `regions` in the metadata says where it belongs.
+    What is not a whole tensor gets a name of its own, and `regions` in the metadata says where it belongs. Reads all
+    weights once for the hashes of its parts of so many bytes, and again for every put.
     """
     ordered = sorted(regions, key=_file_order)
     stored = [_stored(region) for region in ordered]
@@ -102,9 +115,31 @@ def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: 
     }
     if parts:
         everything[REGIONS] = msgspec.json.encode(parts).decode()
+    sizes = [region.nbytes for region in ordered]
+    if sum(sizes) >= part:
+        while sum(-(-size // part) for size in sizes) > MAX_PARTS + len(sizes):
+            part *= 2
+        everything[PART_BYTES] = str(part)
+        everything[PART_HASHES] = "".join(_part_hashes(ordered, read, part))
     head = container.build(((t.name, t.dtype, t.shape) for t in stored), everything)
     elements = sum(tensor.elements for tensor in stored)
-    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements, default_threads())
+    return DataFile(head, lambda: map(bytes, _chunks(ordered, read)), sum(sizes), elements, default_threads())
+
+
+def _part_hashes(regions: Iterable[Region], read: Callable[[Region], Bits], part: int) -> Iterator[str]:
+    """Hash the bytes of each region in parts of this size, the last one smaller."""
+    threads = default_threads()
+    for region in regions:
+        hashed, room = blake3(max_threads=threads), part
+        for chunk in _chunks([region], read):
+            while chunk:
+                hashed.update(chunk[:room])
+                room, chunk = room - len(chunk[:room]), chunk[room:]
+                if not room:
+                    yield hashed.hexdigest(length=16)
+                    hashed, room = blake3(max_threads=threads), part
+        if room < part:
+            yield hashed.hexdigest(length=16)
 
 
 def _stored(rectangle: Region) -> TensorSpec:
@@ -134,6 +169,26 @@ class FullFile:
             raise UnknownFormat(f"an anchor of format version {self.metadata.get('version')!r}: upgrade deltawire")
         self.tensors = [TensorSpec(i.name, i.dtype, i.shape) for i in self.header.items.values()]
 
+    def parts(self) -> dict[str, list[Part]] | None:
+        """Parts of each tensor that can be checked alone, by its name; None for a file without their hashes."""
+        if PART_HASHES not in self.metadata:
+            return None
+        said, hashes = self.metadata.get(PART_BYTES, ""), self.metadata[PART_HASHES]
+        size = int(said) if said.isdecimal() and said.isascii() and len(said) < 19 else 0
+        items = self.header.items
+        count = sum(-(-item.nbytes // size) for item in items.values()) if size else -1
+        if len(hashes) != _HEX * count or not set(hashes) <= set("0123456789abcdef"):
+            raise HeaderError(f"the hashes of an anchor's parts are not one for each {said[:20]!r} bytes of a tensor")
+        found: dict[str, list[Part]] = {}
+        at = 0
+        for item in items.values():
+            found[item.name] = []
+            for start in range(0, item.nbytes, size):
+                hash = hashes[at : at + _HEX]
+                found[item.name].append(Part(item.start + start, min(size, item.nbytes - start), hash))
+                at += _HEX
+        return found
+
     def region(self, region: Region) -> Bits:
         item = self.header.items[region.tensor.name]
         unit = lookup(item.dtype).unit
@@ -155,22 +210,8 @@ class Anchor:
         known = schema.by_name()
         self._parts: dict[str, list[tuple[Region, TensorSpec, FullFile]]] = {name: [] for name in known}
         for file in files:
-            said = file.metadata.get(REGIONS, "{}")
-            placed = decode(
-                said, dict[str, tuple[str, int, int, int, int]], "the `regions` of an anchor", SchemaMismatch
-            )
-            for stored in file.tensors:
-                name, *sides = placed.get(stored.name) or (stored.name,)
-                if name not in known:
-                    raise SchemaMismatch(f"tensor {name[:80]!r} is in the anchor only")
-                region = Region(known[name], *sides) if sides else whole(known[name])
-                per = lookup(stored.dtype).units_per_element
-                if stored != _stored(region) or region.column % per or region.columns % per:
-                    raise SchemaMismatch(
-                        f"the anchor has {stored.dtype} {list(stored.shape)} where the run has "
-                        f"{known[name].dtype} {list(known[name].shape)} as {name!r}"
-                    )
-                self._parts[name].append((region, stored, file))
+            for region, stored in _places(file, known):
+                self._parts[region.tensor.name].append((region, stored, file))
         tile((part for parts in self._parts.values() for part, _, _ in parts), schema, "the anchor")
         for parts in self._parts.values():
             parts.sort(key=lambda part: (part[0].row, part[0].column))
@@ -193,6 +234,38 @@ class Anchor:
                 return bits
             result[common.within(region)] = bits.reshape(common.rows, common.columns)
         return result.reshape(-1)
+
+
+def _places(file: FullFile, known: Mapping[str, TensorSpec]) -> Iterator[tuple[Region, TensorSpec]]:
+    """Where the tensors of an anchor's object belong, and how they are stored."""
+    said = file.metadata.get(REGIONS, "{}")
+    placed = decode(said, dict[str, tuple[str, int, int, int, int]], "the `regions` of an anchor", SchemaMismatch)
+    for stored in file.tensors:
+        name, *sides = placed.get(stored.name) or (stored.name,)
+        if name not in known:
+            raise SchemaMismatch(f"tensor {name[:80]!r} is in the anchor only")
+        region = Region(known[name], *sides) if sides else whole(known[name])
+        per = lookup(stored.dtype).units_per_element
+        if stored != _stored(region) or region.column % per or region.columns % per:
+            raise SchemaMismatch(
+                f"the anchor has {stored.dtype} {list(stored.shape)} where the run has "
+                f"{known[name].dtype} {list(known[name].shape)} as {name!r}"
+            )
+        yield region, stored
+
+
+def needed(file: FullFile, schema: Schema, held: Held) -> list[Part] | None:
+    """Return the parts of an anchor's object with rows of what is held. None if parts cannot be checked alone."""
+    parts = file.parts()
+    if parts is None:
+        return None
+    found = []
+    for region, stored in _places(file, schema.by_name()):
+        of_tensor, row = parts[stored.name], region.columns * region.tensor.unit_size
+        for common in held.common(region) if of_tensor else ():
+            size, first = of_tensor[0].nbytes, row * (common.row - region.row)
+            found += of_tensor[first // size : -(-(first + row * common.rows) // size)]
+    return list(dict.fromkeys(found))
 
 
 class Checkpoint:

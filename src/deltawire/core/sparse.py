@@ -35,6 +35,7 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
+from .held import Held, Part
 from .manifest import Blob
 from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec
@@ -153,37 +154,47 @@ def _encoded(changes: Sequence[Change], encoding: str, coded: Coded | None) -> E
     return EncodedBlock(tensors, record, [("", "U8", payload)], changed)
 
 
-@dataclass(frozen=True, slots=True)
 class DataFile:
-    """A finished data object, ready to be put as often as a store needs it."""
+    """A finished data object, ready to be put as often as a store needs it.
 
-    size: int
-    hash: str
-    head_size: int
-    """Header and index: what must be read to know where the rest is."""
-    head_hash: str
-    changed: int
-    chunks: Callable[[], Iterator[bytes]]
+    head       its header and index: what must be read to know where the rest is
+    body       yields the rest, each time it is called
+    body_size  bytes of the rest
+    changed    number of changed elements
+    threads    number of threads that hash it
+    """
+
+    def __init__(
+        self, head: bytes, body: Callable[[], Iterator[bytes]], body_size: int, changed: int, threads: int = 1
+    ) -> None:
+        self.size = len(head) + body_size
+        self.head_size = len(head)
+        self.head_hash = blake3(head).hexdigest(length=16)
+        self.changed = changed
+        self._head, self._body, self._threads = head, body, threads
+        self._hash = ""
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield all bytes."""
+        # threads of its own: those of blake3.AUTO are gone in a forked process, which would wait for them for ever
+        everything = blake3(self._head, max_threads=self._threads)
+        yield self._head
+        for chunk in self._body():
+            everything.update(chunk)
+            yield chunk
+        self._hash = everything.hexdigest(length=16)
+
+    @property
+    def hash(self) -> str:
+        """Hash of all bytes. Known once they have been put; else they are read for it."""
+        if not self._hash:
+            for _ in self.chunks():
+                pass
+        return self._hash
 
     def blob(self, key: str) -> Blob:
         """What a manifest says of it."""
         return Blob(key, self.size, self.hash, self.head_size, self.head_hash)
-
-    @classmethod
-    def of(cls, head: bytes, body: Callable[[], Iterator[bytes]], changed: int, threads: int = 1) -> DataFile:
-        """A file of these parts. Reads the body once to hash it, on `threads`, and again for every put."""
-
-        def chunks() -> Iterator[bytes]:
-            yield head
-            yield from body()
-
-        # threads of its own: those of blake3.AUTO are gone in a forked process, which would wait for them for ever
-        everything, size = blake3(max_threads=threads), 0
-        for chunk in chunks():
-            everything.update(chunk)
-            size += len(chunk)
-        head_hash = blake3(head).hexdigest(length=16)
-        return cls(size, everything.hexdigest(length=16), len(head), head_hash, changed, chunks)
 
 
 class DeltaWriter:
@@ -246,7 +257,7 @@ class DeltaWriter:
                     length -= len(data)
                     yield data
 
-        return DataFile.of(container.build(items, everything) + index, body, self.changed)
+        return DataFile(container.build(items, everything) + index, body, self.size, self.changed)
 
     def finish_link(self, run: str, base: int, version: int, base_digest: str, digest: str, elements: int) -> DataFile:
         """Finish a delta between two versions of a run whose model has so many elements."""
@@ -291,6 +302,10 @@ class BlockRef:
         encoding = self.record.encoding if self.record else raw.name
         return work(encoding, sum(region.units for region, _ in self.regions), self.changed)
 
+    def meets(self, held: Held) -> bool:
+        """Whether it may change anything of what is held."""
+        return any(held.meets(region) for region, _ in self.regions)
+
 
 class DeltaFile:
     """An opened delta. Opening checks the header and index; `read` reads and checks one block."""
@@ -307,6 +322,16 @@ class DeltaFile:
         self.encoding = self.metadata.get("encoding", raw.name)
         check_encoding(self.encoding)
         self.blocks = self._raw_blocks(schema) if self.encoding == raw.name else self._indexed_blocks(schema)
+
+    def needed(self, held: Held) -> list[Part] | None:
+        """Return the blocks that change anything of what is held. None if blocks cannot be checked alone."""
+        found = []
+        for block in self.blocks:
+            if block.record is None or not block.record.hash:
+                return None
+            if block.meets(held):
+                found.append(Part(block.items[0].start, block.items[0].nbytes, block.record.hash))
+        return found
 
     def read(self, block: BlockRef) -> list[RegionMoves] | context.TiledBlock:
         """Read one block and check it, without the base version.
@@ -329,8 +354,11 @@ class DeltaFile:
         moves: list[RegionMoves] = block_encoding(record.encoding).moves(record, block.regions, streams)
         return moves
 
-    def changes(self, bits: BaseBits, threads: int | None = None, *, write: bool = False) -> Iterator[list[Change]]:
-        """Decode all blocks against the base version's bits, on several threads, a few blocks ahead at the most.
+    def changes(
+        self, bits: BaseBits, threads: int | None = None, *, write: bool = False, held: Held | None = None
+    ) -> Iterator[list[Change]]:
+        """Decode all blocks against the base version's bits, on several threads, a few blocks ahead at the most; or
+        those alone that change anything of what is held.
 
         With `write`, each is written to these bits by the thread that decoded it, once all of it was checked. For a
         copy that is dropped on an error: blocks before a bad one are written already.
@@ -345,14 +373,15 @@ class DeltaFile:
                 change.write(bits(change.region.tensor.name))
             return changes
 
-        return self.each(decode, threads)
+        return self.each(decode, threads, held)
 
-    def each(self, visit: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
-        """Visit all blocks, on as many threads as decoding them leaves memory for; results in order."""
-        most = max((block.changed for block in self.blocks), default=0)
-        wanted = threads_for(sum(block.work for block in self.blocks), threads)
+    def each(self, visit: Callable[[BlockRef], T], threads: int | None = None, held: Held | None = None) -> Iterator[T]:
+        """Visit blocks, on as many threads as decoding them leaves memory for; results in order."""
+        blocks = [block for block in self.blocks if held is None or block.meets(held)]
+        most = max((block.changed for block in blocks), default=0)
+        wanted = threads_for(sum(block.work for block in blocks), threads)
         threads = max(1, min(wanted, IN_WORK // (_DECODED * max(most, 1))))
-        return ordered_map(visit, self.blocks, threads)
+        return ordered_map(visit, blocks, threads)
 
     def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:
         known = schema.by_name() if schema else None

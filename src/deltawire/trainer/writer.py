@@ -187,9 +187,9 @@ class VersionWriter:
                 return bits
 
             whole = full.anchor(self._regions, weights, metadata)
-            reached = sum(anchored.values(), StateDigest())
             began = time.perf_counter()
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
+            reached = sum(anchored.values(), StateDigest())
             self._chooser.learn_link(whole.size, time.perf_counter() - began)
             links.append(Link("anchor", None, (blob,), why=choice.why if choice.full else ""))
         pending.timings["put"] = time.perf_counter() - clock
