@@ -13,11 +13,12 @@ import pytest
 import deltawire as dw
 from deltawire import Publisher, Replica
 from deltawire.bucket.run import Run
+from deltawire.bucket.walk import Delta
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DigestMismatch, NotRestored
 from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
-from deltawire.replica.target import Delta, Target, Update
+from deltawire.replica.target import Target, Update
 from deltawire.store import Store
 from support import Model, blank, copy, history, same
 

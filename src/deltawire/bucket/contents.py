@@ -104,7 +104,7 @@ def step_sizes(run: Run, version: int, *, most: float = math.inf, stored: bool =
     histogram = Histogram()
     base = checkout(run, link.base)
     with closing(fetch_link(run, manifest, link)) as fetched:
-        for file in fetched.deltas(base.digest):
+        for file in fetched.delta(base.digest).open():
             for changes in file.changes(base.bits):
                 for change in changes:
                     histogram.add(in_ulps(change.old, change.new, lookup(change.region.tensor.dtype)))

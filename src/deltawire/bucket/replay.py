@@ -34,7 +34,7 @@ def advance(
     manifest = fetched.manifest
     if fetched.link.kind == "delta":
         digest = state.digest
-        for file in fetched.deltas(digest):
+        for file in fetched.delta(digest).open():
             # blocks cover disjoint regions, so each may be written while others are still being decoded
             for changes in file.changes(state.bits, write=write):
                 digest += digest_shift(changes)

@@ -469,7 +469,7 @@ class _Replay:
         if kind == "delta":
             reason = visit.hash_only or ("" if self._stand_at(visit.at) else _NO_REFERENCE)
             if reason:
-                fetched.deltas()
+                fetched.delta().open()
             else:
                 self._take(visit, fetched, write=visit.go_on)
             return reason

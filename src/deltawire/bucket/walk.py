@@ -28,6 +28,7 @@ from ..core.errors import (
 )
 from ..core.manifest import Blob, Link, Manifest, Summary
 from ..core.parallel import Later, Workers, ordered_map
+from ..core.schema import Schema
 from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 from .fetch import CONNECTIONS, FetchedObject, Progress, fetch
 from .references import Resolve, reference_source
@@ -192,6 +193,21 @@ class Walker:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """A fetched delta. Whoever applies it opens it."""
+
+    schema: Schema
+    """Of the run."""
+    claim: DeltaClaim
+    """What its manifest says it is."""
+    files: Sequence[FetchedObject]
+
+    def open(self) -> list[DeltaFile]:
+        """Open its files and check that they are what the manifest says."""
+        return [open_delta(data.read, data.size, self.schema, self.claim) for data in self.files]
+
+
+@dataclass(frozen=True, slots=True)
 class FetchedLink:
     """A link of a version with all its objects, whose hashes have been checked."""
 
@@ -201,15 +217,11 @@ class FetchedLink:
     objects: list[FetchedObject]
     """One per object of the link."""
 
-    def claim(self, present: StateDigest | None = None) -> DeltaClaim:
-        """What the delta must be to be the one of this link. `present` is the digest of what it is applied to."""
+    def delta(self, present: StateDigest | None = None) -> Delta:
+        """The objects as a delta, not opened yet. `present` is the digest of what it is to be applied to."""
         manifest, digest = self.manifest, StateDigest.parse(self.manifest.digest)
-        return DeltaClaim(self.run.info.run, self.link.base, manifest.version, digest, present)
-
-    def deltas(self, present: StateDigest | None = None) -> list[DeltaFile]:
-        """The objects as the deltas that the manifest says they are."""
-        claim = self.claim(present)
-        return [open_delta(data.read, data.size, self.run.schema, claim) for data in self.objects]
+        claim = DeltaClaim(self.run.info.run, self.link.base, manifest.version, digest, present)
+        return Delta(self.run.schema, claim, self.objects)
 
     def weights(self, resolve: Resolve) -> full.Source:
         """The full weights of an anchor or a reference."""
@@ -246,10 +258,19 @@ def prefetch(
     done: set[int] = set()
 
     def fetch_ahead(number: int) -> FetchedLink:
-        fetched[number] = link = _fetch_step(run, steps[number], progress, shared)
+        step = steps[number]
+        manifest = run.manifest(step.version)
+        link = run.link(manifest, step.kind, step.base)
+        if link.bytes != step.bytes:
+            # how much is prefetched was decided by what history says
+            raise ManifestError(
+                f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest "
+                f"says {link.bytes:,}"
+            )
+        fetched[number] = found = fetch_link(run, manifest, link, progress, shared=shared)
         if number in done or workers.closed:
             close(number)
-        return link
+        return found
 
     def close(number: int) -> None:
         if (link := fetched.pop(number, None)) is not None:
@@ -270,18 +291,6 @@ def prefetch(
         workers.close(wait=False)
         for number in [*fetched]:
             close(number)
-
-
-def _fetch_step(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
-    manifest = run.manifest(step.version)
-    link = run.link(manifest, step.kind, step.base)
-    if link.bytes != step.bytes:
-        # how much is prefetched was decided by what history says
-        raise ManifestError(
-            f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest says "
-            f"{link.bytes:,}"
-        )
-    return fetch_link(run, manifest, link, progress, shared=shared)
 
 
 def fetch_link(

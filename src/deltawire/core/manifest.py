@@ -515,11 +515,6 @@ def _check_files(files: tuple[File, ...], what: str) -> None:
         raise ManifestError(f"{what} names more than {MAX_ALL_FILES:,} bytes of files")
 
 
-def most_bytes(schema: Schema) -> int:
-    """Most bytes that the objects of a link may have: a delta larger than the full weights is never published."""
-    return 2 * schema.nbytes + (64 << 20)
-
-
 def check_link(link: Link, version: int, what: str, schema: Schema) -> None:
     """Raise ManifestError or ForeignObject if this cannot be a link of the version. `what` is the record it is in."""
     if (link.base is not None) != (link.kind == "delta"):
@@ -530,7 +525,8 @@ def check_link(link: Link, version: int, what: str, schema: Schema) -> None:
         raise ManifestError(f"{what} has a {link.kind} link that names neither objects nor a source, or both")
     for blob in link.objects:
         keys.check_data(blob.key)
-    if link.bytes > most_bytes(schema):
+    # a delta larger than the full weights is never published
+    if link.bytes > 2 * schema.nbytes + (64 << 20):
         raise ManifestError(
             f"{what} has a {link.kind} of {link.bytes:,} bytes; for a model of {schema.nbytes:,} bytes that cannot be"
         )

@@ -28,7 +28,7 @@ from ..bucket.references import resolver
 from ..bucket.replay import require_digest
 from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.versions import address_only
-from ..bucket.walk import TRIES, prefetch
+from ..bucket.walk import TRIES, Delta, prefetch
 from ..bucket.watch import Watcher, following
 from ..core import errors, full, keys
 from ..core.added import LEVELS, AddedIndex, AddedLink, in_summaries
@@ -43,7 +43,6 @@ from ..core.state import State
 from ..derive.deriver import Deriver
 from ..replica.model import ModelTarget, StagedModel
 from ..replica.replica import Replica
-from ..replica.target import Delta
 from ..store import Store, open_store
 from ..trainer.policy import AnchorPolicy
 from .announce import announce, tidy
@@ -403,7 +402,7 @@ class Keeper:
                     if link.kind == "anchor":
                         require_digest(manifest, full.digest_of(fetched.weights(self._resolve)))
                     else:
-                        fetched.deltas()
+                        fetched.delta().open()
                 except DAMAGE as error:
                     self._remember_damaged(step, error)
                     self._report(f"the {link.kind} to version {version} cannot be used: {error}")

@@ -10,7 +10,7 @@ from ..bucket.fetch import Progress
 from ..bucket.references import Resolve
 from ..bucket.replay import advance
 from ..bucket.run import Run
-from ..bucket.walk import TRIES, FetchedLink, Walker
+from ..bucket.walk import TRIES, Delta, FetchedLink, Walker
 from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import DAMAGE, DeltawireError, DigestMismatch, MissingBase, StoreUnavailable, VersionNotFound
@@ -19,7 +19,7 @@ from ..core.state import State
 from .failures import Failures
 from .heartbeats import Heartbeats
 from .live_weights import LiveWeights
-from .target import Delta, Update
+from .target import Update
 
 log = logging.getLogger("deltawire")
 
@@ -54,7 +54,10 @@ class Attempt:
                 try:
                     clock = time.perf_counter()
                     fetched = pending.result()
-                    self._note_fetched(fetched, time.perf_counter() - clock)
+                    waited = time.perf_counter() - clock
+                    verify = min(waited, sum(data.hashing_s for data in fetched.objects))
+                    self._note({"fetch": waited - verify, "verify": verify})
+                    self.fetched += fetched.link.bytes
                     self._take(step, fetched, resolve)
                 except (*DAMAGE, StoreUnavailable) as error:
                     self._go_round(step, error)
@@ -92,11 +95,6 @@ class Attempt:
         self._walker.leave_out(marked)
         return not marked
 
-    def _note_fetched(self, fetched: FetchedLink, waited: float) -> None:
-        verify = min(waited, sum(data.hashing_s for data in fetched.objects))
-        self._note({"fetch": waited - verify, "verify": verify})
-        self.fetched += fetched.link.bytes
-
     def _take(self, step: Step, fetched: FetchedLink, resolve: Resolve) -> None:
         """Apply a link, to the copy if there is one."""
         weights = self._weights
@@ -105,7 +103,7 @@ class Attempt:
             if step.version == self._want:
                 self._apply(fetched, "copy", self._copy)
         elif step.kind == "delta":
-            self._apply(fetched, step.kind, Delta(self._run.schema, fetched.claim(weights.digest), fetched.objects))
+            self._apply(fetched, step.kind, fetched.delta(weights.digest))
         else:
             self._apply(fetched, step.kind, fetched.weights(resolve))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from ..bucket.run import Run
+from ..bucket.walk import Delta
 from ..core import full
 from ..core.change import Region, regions, whole
 from ..core.digest import StateDigest
@@ -29,7 +30,7 @@ from ..core.state import State
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
 from .shard import MOST_UNITS, Piece, PieceChange, Shard, Sums
-from .target import UNCHANGED, Delta, Staged, Update, write_or_undo
+from .target import UNCHANGED, Staged, Update, write_or_undo
 
 if TYPE_CHECKING:
     from torch import nn

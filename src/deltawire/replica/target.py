@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ..bucket.fetch import FetchedObject
 from ..bucket.run import Run
+from ..bucket.walk import Delta
 from ..core.change import Change, compare, digest_shift, regions, whole
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
 from ..core.full import Source, digest_of
-from ..core.schema import Schema
-from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 
 UNCHANGED = "what was fetched does not lead there; nothing was changed"
 """End of the message of a DigestMismatch in `stage`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A fetched delta, which its target opens."""
-
-    schema: Schema
-    """Of the run."""
-    claim: DeltaClaim
-    """What its manifest says it is."""
-    files: Sequence[FetchedObject]
-
-    def open(self) -> list[DeltaFile]:
-        """Open its files and check that they are what the manifest says."""
-        return [open_delta(data.read, data.size, self.schema, self.claim) for data in self.files]
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,6 @@ def _problem(key: str) -> str:
             return problem
     if len(key.encode()) > _MAX_KEY_BYTES:
         return f"it is longer than {_MAX_KEY_BYTES} bytes"
-    if any(len(part.encode()) > _MAX_PART_BYTES for part in key.split("/")):
+    if max(map(len, key.encode().split(b"/"))) > _MAX_PART_BYTES:
         return f"it has a part longer than {_MAX_PART_BYTES} bytes"
     return ""

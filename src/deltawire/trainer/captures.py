@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,11 +121,6 @@ class Captures:
         self.pending: list[Capture] = []
         """Oldest first."""
         self._lock = threading.Lock()
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the weights that the detector covers."""
-        return sum(region.nbytes for block in self.plan for region in block)
 
     def capture(self, source: Source, budget: int) -> Capture:
         """Capture what `source` changed since the last capture.

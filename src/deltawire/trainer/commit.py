@@ -153,7 +153,7 @@ class Committer:
         # a publisher commits nothing that a reader would refuse
         check_size(key, len(data), keys.limit(key))
         manifest = parse_manifest(data, version, self.run.info)
-        self.check_run()
+        self._claim.check()
         self._unsure = self.writer
         try:
             # created, never overwritten: two trainers must not share a version
@@ -209,10 +209,6 @@ class Committer:
         except StoreError as error:
             log.warning("cannot rely on a keeper of %s: %s", self.run.store.url, error)
             return None
-
-    def check_run(self) -> None:
-        """Raise RunNotFound, RunReplaced or WriterConflict if this publisher may not commit to the run any more."""
-        self._claim.check()
 
     def _committed(self, manifest: Manifest) -> None:
         self.versions[manifest.version] = manifest.summary()

@@ -317,7 +317,7 @@ class Pipeline:
         committer, url = self._committer, self._store.url
         if committer is None or committer.newest is None:
             raise VersionNotFound(f"{url} has no version yet")
-        committer.check_run()
+        self._claim.check()
         committer.catch_up()
         state = self._rebuild.version(committer.run, committer.newest.version, None)
         if state is None:
@@ -380,7 +380,7 @@ class Pipeline:
             raise DivergedRun(f"{url} has no version to resume from")
         if committer is None:
             committer = self._commit_to(Run.create(self._store, schema, self._files.model_name, self._trust, base))
-        committer.check_run()
+        self._claim.check()
         committer.catch_up()
         if committer.run.schema != schema:
             committer.run.check_kind(is_adapter)
@@ -445,13 +445,13 @@ class Pipeline:
     def _capture(self, source: Source, pending: CapturedVersion, began: float) -> bool:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
-        budget = most_pending(captures.nbytes)
+        budget = sys.maxsize if self.together else most_pending(source.schema.nbytes)
         waiting = self.background.waiting
         if waiting is not None:
             # a trainer faster than merging waits here, so that captures do not pile up
             waiting.changes.result()
         try:
-            pending.changes = captures.capture(source, sys.maxsize if self.together else budget)
+            pending.changes = captures.capture(source, budget)
         except TooLarge:
             return False
         # nothing is reported from the background, where the caller does not wait

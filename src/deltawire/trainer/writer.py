@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -73,7 +74,9 @@ class VersionWriter:
     ) -> None:
         """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes."""
         self.run = run
-        self._committer, self._group, self._regions = committer, group, regions
+        self._group, self._regions = group, regions
+        self._committer = cast(Committer, committer)
+        """Used within `on_rank_0` only."""
         self._chooser, self._policy = chooser, policy
         self._shard: keys.Shard = (group.rank, group.size)
 
@@ -82,7 +85,7 @@ class VersionWriter:
         `alone`: what changed since the version before is unknown."""
 
         def terms() -> Terms:
-            committer = self._rank_0()
+            committer = self._committer
             caught_up = committer.catch_up()
             version = committer.next_version
             schema, is_adapter = committer.run.schema, committer.run.info.base is not None
@@ -106,11 +109,11 @@ class VersionWriter:
             return base, changes.digest()
 
         def wanted(size: int) -> tuple[bool, bool]:
-            full_size, versions, policy = self.run.schema.nbytes, self._rank_0().versions_of_key, self._policy
+            full_size, versions, policy = self.run.schema.nbytes, self._committer.versions_of_key, self._policy
             anchor = policy.wants_anchor(terms.version, size, full_size, versions)
             if anchor and not alone:
                 # without waiting for an anchor: a version is committed as soon as its delta is uploaded
-                index = self._rank_0().keeper_index()
+                index = self._committer.keeper_index()
                 anchor = not policy.leaves_to_keeper(terms.version, size, full_size, versions, index)
             with_delta = not alone and self._policy.wants_delta(size, full_size, anchor)
             return with_delta, anchor or not with_delta
@@ -121,7 +124,8 @@ class VersionWriter:
                 # every rank compares, so that all of them raise
                 _require_equal(terms.version - 1, terms.base, [base for base, _ in encoded])
             digest = sum((reached for _, reached in encoded), StateDigest())
-            file = group.each(lambda: self._finish(terms, digest, delta))
+            run, version, elements = self.run.info.run, terms.version, self.run.schema.elements
+            file = group.each(lambda: delta.finish_link(run, version - 1, version, terms.base, str(digest), elements))
             pending.timings["encode"] = time.perf_counter() - began
             size = sum(group.exchange(file.size))
             kinds = group.on_rank_0(lambda: wanted(size))
@@ -136,14 +140,9 @@ class VersionWriter:
             sum(link.bytes for link in manifest.links),
             tuple(link.kind for link in manifest.links),
             dict(manifest.timings),
-            self.run.schema.elements,
+            elements,
             len(pending.handles),
         )
-
-    def _finish(self, terms: Terms, digest: StateDigest, delta: DeltaWriter) -> DataFile:
-        """The file of a delta whose blocks are all there."""
-        run, version = self.run.info.run, terms.version
-        return delta.finish_link(run, version - 1, version, terms.base, str(digest), self.run.schema.elements)
 
     def _put(self, terms: Terms, pending: PendingVersion[C], kinds: tuple[bool, bool], file: DataFile) -> _Put:
         """Upload what this rank has: a delta, an anchor or both, as `kinds` says.
@@ -210,12 +209,7 @@ class VersionWriter:
         changed = self.run.schema.elements if terms.alone else sum(each.changed for each in put)
         # of the slowest rank
         timings = {name: max(each.timings[name] for each in put) for name in pending.timings}
-        return self._rank_0().commit(pending, links.values(), str(digest), changed, timings)
-
-    def _rank_0(self) -> Committer:
-        if self._committer is None:
-            raise RuntimeError("only rank 0 knows the versions of the run")
-        return self._committer
+        return self._committer.commit(pending, links.values(), str(digest), changed, timings)
 
 
 def _require_equal(version: int, expected: str, found: Sequence[StateDigest | None]) -> None:

@@ -24,12 +24,13 @@ from weakref import finalize
 
 from ...bucket.checkpoint_folder import fill, writing
 from ...bucket.run import Run
+from ...bucket.walk import Delta
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
 from ...core.state import State
-from ...replica.target import UNCHANGED, Delta, Staged, Update
+from ...replica.target import UNCHANGED, Staged, Update
 from ..control import figures
 from ..follower import Follower
 from . import arrays

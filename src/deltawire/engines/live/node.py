@@ -28,12 +28,12 @@ import numpy as np
 from ...bucket.references import as_run
 from ...bucket.replay import checkout
 from ...bucket.run import Run
-from ...bucket.walk import FetchedLink, fetch_link
+from ...bucket.walk import Delta, FetchedLink, fetch_link
 from ...core import full
 from ...core.change import Region
 from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
-from ...replica.target import UNCHANGED, Delta, Update
+from ...replica.target import UNCHANGED, Update
 from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve

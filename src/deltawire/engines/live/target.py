@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 
 from ...bucket.run import Run
+from ...bucket.walk import Delta
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.errors import DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
 from ...core.parallel import ordered_map
 from ...core.schema import Schema, listed
-from ...replica.target import UNCHANGED, Delta, Staged, Update
+from ...replica.target import UNCHANGED, Staged, Update
 from . import arrays, messages
 from .channel import Answer, Caller
 from .engine import Engine
