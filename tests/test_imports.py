@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -164,6 +165,11 @@ def test_the_product_does_not_know_its_demonstration() -> None:
     naming = {str(path.relative_to(SOURCE)) for _, path in FILES if "deltawire_wordle" in path.read_text()}
     assert naming == {"cli/__init__.py"}
     assert not [path for _, path in FILES for name, _ in imported(path) if name.startswith("deltawire_wordle")]
+
+
+def test_no_class_name_stands_twice() -> None:
+    names = Counter(node.name for _, path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_imports_point_one_way() -> None:

@@ -493,12 +493,12 @@ def examine_server(url: str, token: str | None = None, run: str | None = None, t
     if not is_server:
         raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
     findings: list[Finding] = []
-    done = _server_findings(_Server(url.rstrip("/"), token), run)
+    done = _server_findings(_CheckedServer(url.rstrip("/"), token), run)
     _collect(findings, (found for found in done if found.verdict != "skipped" or found.detail), tell)
     return Report(url, tuple(findings))
 
 
-def _server_findings(server: _Server, wanted: str | None) -> Iterator[Finding]:
+def _server_findings(server: _CheckedServer, wanted: str | None) -> Iterator[Finding]:
     yield from _findings(server, PLUGIN)
     if not (status := server.status):
         return
@@ -520,7 +520,7 @@ def _server_findings(server: _Server, wanted: str | None) -> Iterator[Finding]:
     yield from _findings(server, CONTROL)
 
 
-class _Server:
+class _CheckedServer:
     def __init__(self, url: str, token: str | None) -> None:
         self.url, self.token = url, token
         self.status: dict[str, Any] = {}
@@ -645,10 +645,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
-PLUGIN: Table = (("", {"answers": _Server.answers}), ("answers", {"plugin": _Server.plugin}))
+PLUGIN: Table = (("", {"answers": _CheckedServer.answers}), ("answers", {"plugin": _CheckedServer.plugin}))
 FOLLOWED: Table = (
     ("", {"run": _Followed.run}),
     ("run", {"state": _Followed.state, "signatures": _Followed.signatures, "version": _Followed.version}),
     ("version", {"lag": _Followed.lag}),
 )
-CONTROL: Table = (("", {"guard": _Server.guard, "token": _Server.control}),)
+CONTROL: Table = (("", {"guard": _CheckedServer.guard, "token": _CheckedServer.control}),)

@@ -39,7 +39,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """The options of a demo."""
 
     folder: Path
@@ -98,7 +98,7 @@ class LargerRecord:
 class DemoRecord:
     """Everything that has happened so far."""
 
-    plan: Plan
+    plan: DemoPlan
     began: float = field(default_factory=time.time)
     phase: str = "starting"
     act: int = 1
@@ -160,7 +160,7 @@ class DemoRecord:
 class Demo:
     """Runs the processes of a demo."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DemoPlan) -> None:
         self.record = DemoRecord(plan)
         self._plan = plan
         self._logs = plan.folder / "logs"
@@ -168,8 +168,8 @@ class Demo:
         self._environment = ChildProcess(
             "environment", _deltawire("env", "wordle", *_GAME, "--port", "0", "--json"), self._logs
         )
-        self._replicas: dict[str, Replica] = {}
-        self._down: Replica | None = None
+        self._replicas: dict[str, RolloutServer] = {}
+        self._down: RolloutServer | None = None
         """The replica that was killed on purpose and is not back yet."""
 
     @property
@@ -243,7 +243,7 @@ class Demo:
         record, plan = self.record, self._plan
         environment = {**QUIET, **bucket.environment}
         for number in range(1, plan.replicas + 1):
-            self._replicas[f"replica-{number}"] = Replica(
+            self._replicas[f"replica-{number}"] = RolloutServer(
                 f"replica-{number}", bucket, plan.engine, self._logs, environment
             )
         trainer = None
@@ -405,7 +405,7 @@ class Bucket:
     """Whether it may be polled often."""
 
 
-class Replica:
+class RolloutServer:
     """A rollout server as a process."""
 
     def __init__(self, name: str, bucket: Bucket, engine: str, logs: Path, environment: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def command(
     """
     _need_extras()
     from . import report
-    from .demo import Demo, Plan
+    from .demo import Demo, DemoPlan
 
     if bucket not in ("file", "s3"):
         _need_nothing_at(bucket)
@@ -93,7 +93,7 @@ def command(
     if any((folder / made).exists() for made in BUCKETS):
         raise typer.BadParameter(f"{folder} has a run already; name another folder", param_hint="--out")
     folder.mkdir(parents=True, exist_ok=True)
-    plan = Plan(
+    plan = DemoPlan(
         folder=folder,
         run=None if bucket == "file" else bucket,
         engine=engine,

@@ -36,7 +36,7 @@ TRY_AGAIN_LATER = 1013
 T = TypeVar("T")
 
 
-class Step(msgspec.Struct, forbid_unknown_fields=True):
+class StepRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A step over HTTP."""
 
     action: Action
@@ -69,14 +69,14 @@ def create_app(rules: Rules, *, max_sessions: int = 512, idle: float = 600.0) ->
 
     @app.post("/step")
     async def step(request: Request) -> Response:
-        def first_guess(wanted: Step) -> Any:
+        def first_guess(wanted: StepRequest) -> Any:
             if wanted.seed is None:
                 raise IllegalMove("HTTP keeps no game between calls; play over the WebSocket /ws, or give a seed")
             game = Session(rules)
             game.reset(Reset(wanted.seed))
             return game.step(wanted.action)
 
-        return await _answer(request, Step, first_guess)
+        return await _answer(request, StepRequest, first_guess)
 
     @app.get("/state")
     async def state() -> Response:

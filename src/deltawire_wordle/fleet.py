@@ -30,7 +30,7 @@ def versions_of(choice: Mapping[str, Any]) -> list[int]:
     return found
 
 
-class Fleet:
+class ServerPool:
     """Several rollout servers. Each request goes to the least busy one; one that failed is skipped for REST_S."""
 
     def __init__(

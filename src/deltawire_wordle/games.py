@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 
 from .env_client import EnvClient
 from .errors import ServerUnavailable
-from .fleet import REST_S, Fleet
-from .grpo import Group, Rollout, Settings
+from .fleet import REST_S, ServerPool
+from .grpo import Rollout, RolloutGroup, Settings
 from .layout import BOS, GUESS_TOKENS, parse, spell
 
 log = logging.getLogger("deltawire")
@@ -27,7 +27,7 @@ class Games:
         self._seeds = (dice.getrandbits(62) for _ in itertools.count())
         self._unavailable = False
 
-    async def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+    async def groups(self, fleet: ServerPool) -> AsyncGenerator[RolloutGroup, None]:
         while True:
             try:
                 async with AsyncExitStack() as stack:
@@ -46,7 +46,7 @@ class Games:
                     log.warning("retrying until the environment is available: %s", error)
                 await asyncio.sleep(REST_S)
 
-    async def _group(self, fleet: Fleet, sessions: Sequence[EnvClient]) -> Group:
+    async def _group(self, fleet: ServerPool, sessions: Sequence[EnvClient]) -> RolloutGroup:
         seed = next(self._seeds)
         await asyncio.gather(*(session.reset(seed) for session in sessions))
         rollouts = [Rollout() for _ in sessions]
@@ -65,4 +65,4 @@ class Games:
                 else:
                     rollout.add_context(spell(result.observation.feedback))
             going = [one for one, result in zip(going, results, strict=True) if not result.done]
-        return Group(rollouts)
+        return RolloutGroup(rollouts)

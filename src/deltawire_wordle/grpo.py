@@ -37,7 +37,7 @@ from torch import Tensor
 from deltawire import Published, Publisher, PublishHandle
 from deltawire.errors import PublishFailed, StoreError
 
-from .fleet import ANSWER_S, REST_S, Fleet
+from .fleet import ANSWER_S, REST_S, ServerPool
 from .sampling import Sample
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RolloutGroup:
     rollouts: Sequence[Rollout]
 
     @property
@@ -115,7 +115,7 @@ class Group:
 
 
 class Task(Protocol):
-    def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+    def groups(self, fleet: ServerPool) -> AsyncGenerator[RolloutGroup, None]:
         """Yield groups without end. Each of several workers has a generator of its own, all in one thread."""
         ...
 
@@ -136,7 +136,7 @@ class Rollouts:
         self._headers = headers
         self.oldest = 0
         """The oldest version whose samples would still be trained on; servers behind it catch up first."""
-        self._done: queue.Queue[Group | BaseException] = queue.Queue()
+        self._done: queue.Queue[RolloutGroup | BaseException] = queue.Queue()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -158,7 +158,7 @@ class Rollouts:
     def waiting(self) -> int:
         return self._done.qsize()
 
-    def take(self) -> Group | None:
+    def take(self) -> RolloutGroup | None:
         """Return the next group, or None if there is none within TICK_S. Raises the error that ended the workers."""
         try:
             group = self._done.get(timeout=TICK_S)
@@ -183,7 +183,7 @@ class Rollouts:
         # shorter than that of vLLM's servers (5 s), or one may close a connection just as it is used again
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, headers=self._headers) as client:
-            fleet = Fleet(self._urls, client, self._model, lambda: self.oldest)
+            fleet = ServerPool(self._urls, client, self._model, lambda: self.oldest)
             tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)
             ]
@@ -195,7 +195,7 @@ class Rollouts:
             for task in done:
                 task.result()
 
-    async def _work(self, fleet: Fleet) -> None:
+    async def _work(self, fleet: ServerPool) -> None:
         async with aclosing(self._task.groups(fleet)) as groups:
             while True:
                 await self._room.acquire()
@@ -233,7 +233,7 @@ class Learner:
         self.model, self._settings = model.float().train(), settings
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, weight_decay=0.0)
 
-    def step(self, groups: Sequence[Group]) -> dict[str, float]:
+    def step(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Do one optimizer step on these groups; returns figures about it."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         scores = [score for group in groups for score in advantages([rollout.reward for rollout in group.rollouts])]
@@ -337,7 +337,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """Figures of one training step."""
 
     step: int
@@ -366,12 +366,12 @@ def train(
     *,
     steps: int | None = None,
     seconds: float | None = None,
-) -> Iterator[Step]:
+) -> Iterator[TrainingStep]:
     """Train for so many steps or seconds, yielding after each step."""
     began = time.monotonic()
     for step in itertools.count(1):
         asked = time.monotonic()
-        batch: list[Group] = []
+        batch: list[RolloutGroup] = []
         ages: list[int] = []
         dropped, published = 0, []
         while len(batch) < settings.secrets:
@@ -397,7 +397,7 @@ def train(
         if settings.sync:
             metrics = {name: figures[name] for name in ("solved", "reward", "loss", "clipped")}
             ledger.publish(learner.model, step, {**metrics, "staleness": statistics.fmean(ages)})
-        yield Step(
+        yield TrainingStep(
             step=step,
             seconds=time.monotonic() - began,
             figures=figures,

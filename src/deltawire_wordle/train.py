@@ -41,7 +41,7 @@ ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TrainingOptions:
     run: str
     environment: str
     servers: Sequence[str]
@@ -67,7 +67,7 @@ class Options:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def run(options: Options, settings: Settings) -> None:
+def run(options: TrainingOptions, settings: Settings) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     folder = options.policy or small_policy.FOLDER
@@ -148,7 +148,7 @@ def _behind(client: httpx.Client, url: str, version: int) -> str | None:
     return None if has is not None and has >= version else f"it has version {has}"
 
 
-def _evaluate(options: Options, settings: Settings, version: int) -> None:
+def _evaluate(options: TrainingOptions, settings: Settings, version: int) -> None:
     """Through all servers; again where one of them goes away meanwhile."""
     if not options.games:
         return
@@ -208,7 +208,7 @@ def main() -> None:
         secrets=given.secrets, games=given.generations, workers=given.workers, staleness=limit, rate=given.lr,
         seed=given.seed, sync=not given.no_sync,
     )  # fmt: skip
-    options = Options(
+    options = TrainingOptions(
         given.run, given.env, [url.rstrip("/") for url in given.server], given.policy, given.model, given.words,
         given.guesses, given.steps, given.seconds, given.goal, given.games, given.encoding,
         os.environ.get("DELTAWIRE_TOKEN", "").strip() or None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltawire.core.codecs.context.classes import CLASSES
-from deltawire.kernels import ClassRanks, Plan, Rules, grid, pace, rules, torch_ops
+from deltawire.kernels import ClassRanks, ClassRules, Plan, grid, pace, rules, torch_ops
 
 EXPONENT = {torch.bfloat16: (7, 255), torch.float32: (23, 255), torch.float8_e4m3fn: (3, 15), torch.uint8: (0, 0)}
 
@@ -50,7 +50,7 @@ class Case:
         row = [shift, mask, top - span + 1, top, offset, classes]
         self.levels = levels if leveled else [(None, None)] * 3
         self.row = row
-        self.rules: Rules = rules(self.plan, [row] * 3, levels if leveled else None)
+        self.rules: ClassRules = rules(self.plan, [row] * 3, levels if leveled else None)
 
     def _keep_dead_rows(self, levels: list[tuple[np.ndarray | None, np.ndarray | None]]) -> None:
         """A row of level 0 is one that did not change."""

@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 from deltawire.cli.ui import console
 from deltawire_wordle import report
-from deltawire_wordle.demo import DemoRecord, LargerRecord, Plan, ReplicaStatus, _deltawire
+from deltawire_wordle.demo import DemoPlan, DemoRecord, LargerRecord, ReplicaStatus, _deltawire
 from deltawire_wordle.demo_command import PHASES, _epilogue, _Lines, _picture
 from deltawire_wordle.small_policy import FOLDER
 
@@ -30,7 +30,7 @@ LOADED = pytest.mark.timeout(400)
 
 def _record(tmp_path: Path) -> DemoRecord:
     """As the processes of a demo report it, with few of everything."""
-    record = DemoRecord(Plan(tmp_path, games=64), pages={1: "http://127.0.0.1:1/", 2: "http://127.0.0.1:2/"})
+    record = DemoRecord(DemoPlan(tmp_path, games=64), pages={1: "http://127.0.0.1:1/", 2: "http://127.0.0.1:2/"})
     record.evaluated = [
         {"version": version, "games": 64, "solved": solved} for version, solved in ((0, 0.25), (20, 0.75))
     ]
@@ -83,7 +83,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As short as it can be: two steps and one server."""
-    monkeypatch.setattr("deltawire_wordle.demo.Plan", partial(Plan, replicas=1))
+    monkeypatch.setattr("deltawire_wordle.demo.DemoPlan", partial(DemoPlan, replicas=1))
     out, before = tmp_path / "out", _children()
     lines = invoke("demo", "--act", 1, "--steps", 2, "--games", 4, "--keep", "--out", out).stdout.splitlines()
     assert not _children() - before
@@ -123,7 +123,7 @@ def test_the_demo_with_the_servers_of_another_engine(
     )
     for name, value in environments.VLLM_ON_A_CPU.items() if engine == "vllm" else ():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("deltawire_wordle.demo.Plan", partial(Plan, replicas=1))
+    monkeypatch.setattr("deltawire_wordle.demo.DemoPlan", partial(DemoPlan, replicas=1))
     out = tmp_path / "out"
     invoke("demo", "--engine", engine, "--act", 1, "--steps", 3, "--games", 0, "--minutes", 15, "--out", out)
     story = json.loads((out / "report.json").read_bytes())

@@ -12,7 +12,7 @@ from test_grpo import away
 
 from deltawire_wordle import fleet
 from deltawire_wordle.errors import ServerRefused
-from deltawire_wordle.fleet import Fleet, versions_of
+from deltawire_wordle.fleet import ServerPool, versions_of
 from deltawire_wordle.layout import spell
 
 
@@ -48,7 +48,7 @@ def ask(answers: dict[str, Callable[[httpx.Request], httpx.Response]], times: in
 
     async def all_of_it() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
-            fleet = Fleet([f"http://{host}" for host in answers], client)
+            fleet = ServerPool([f"http://{host}" for host in answers], client)
             for _ in range(times):
                 samples = await fleet.complete([[1], [1]], 5)
                 assert [(sample.guess, versions) for sample, versions in samples] == [("crane", [3])] * 2
@@ -95,7 +95,7 @@ def test_only_versions_that_are_new_enough_are_asked_for() -> None:
 
     async def all_of_it() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
-            await Fleet(["http://a", "http://b"], client, oldest=lambda: 7).complete([[1]], 5)
+            await ServerPool(["http://a", "http://b"], client, oldest=lambda: 7).complete([[1]], 5)
 
     asyncio.run(all_of_it())
     assert asked == [("a", "7"), ("b", "7")]

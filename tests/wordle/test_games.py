@@ -14,7 +14,7 @@ from test_evaluate import rollout_server
 from deltawire.trainer import Publisher
 from deltawire_wordle import games, small_policy
 from deltawire_wordle.games import Games
-from deltawire_wordle.grpo import Group, Rollouts, Settings
+from deltawire_wordle.grpo import RolloutGroup, Rollouts, Settings
 from deltawire_wordle.processes import free_port
 from deltawire_wordle.train import wait_for
 
@@ -22,8 +22,8 @@ SETTINGS = Settings(secrets=2, games=4, workers=2, staleness=1)
 GAME = ("--words", "toy", "--guesses", "5")
 
 
-def take(rollouts: Rollouts, count: int) -> list[Group]:
-    found: list[Group] = []
+def take(rollouts: Rollouts, count: int) -> list[RolloutGroup]:
+    found: list[RolloutGroup] = []
     deadline = time.monotonic() + 200
     while len(found) < count:
         assert time.monotonic() < deadline, "no games"
@@ -69,7 +69,7 @@ def test_games_through_the_real_parts(
     assert f"the environment {environment} is available again" in said
 
 
-def _check(group: Group, model: torch.nn.Module, versions: set[int]) -> None:
+def _check(group: RolloutGroup, model: torch.nn.Module, versions: set[int]) -> None:
     """The server's log-probs are those of the version it names: the trainer's own weights, rounded as they travel."""
     rounded = small_policy.load()
     rounded.load_state_dict({name: t.to(torch.bfloat16).float() for name, t in model.state_dict().items()})

@@ -14,7 +14,7 @@ from deltawire.core.errors import PublishFailed, StoreUnavailable
 from deltawire.store import ObjectStore
 from deltawire.trainer import Publisher
 from deltawire_wordle import grpo, small_policy
-from deltawire_wordle.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
+from deltawire_wordle.grpo import Learner, Ledger, Rollout, RolloutGroup, Settings, advantages, clipped_loss
 from deltawire_wordle.layout import BOS, render, spell
 from deltawire_wordle.sampling import Sample
 from support import HookedStore
@@ -91,7 +91,7 @@ def test_a_game_is_its_own_prompt() -> None:
     assert [token for token, made in zip(rollout.tokens, rollout.sampled, strict=True) if made] == [*spell("crane"), 2]
     assert sum(rollout.logprobs) == pytest.approx(5 * -3.0 - 0.5)
     assert rollout.versions == {4, 5, 6}
-    assert Group([rollout, game("shows", 1.0, version=7)]).oldest == 4
+    assert RolloutGroup([rollout, game("shows", 1.0, version=7)]).oldest == 4
 
 
 def test_what_was_rewarded_becomes_likelier() -> None:
@@ -108,7 +108,7 @@ def test_what_was_rewarded_becomes_likelier() -> None:
     for _ in range(3):
         # as a server would: with the chances it draws from
         games = [game(word, reward, logprob=chance(word) / 5) for word, reward in (("shows", 1.0), ("crane", 0.0))]
-        figures = learner.step([Group(games)])
+        figures = learner.step([RolloutGroup(games)])
     assert chance("shows") - good > 0.5
     assert chance("crane") - bad < -0.5
     assert figures["tokens"] == 10
@@ -211,11 +211,11 @@ class Given:
 
     waiting = 0
 
-    def __init__(self, groups: list[Group]) -> None:
+    def __init__(self, groups: list[RolloutGroup]) -> None:
         self._groups = groups
         self.oldest = 0
 
-    def take(self) -> Group | None:
+    def take(self) -> RolloutGroup | None:
         return self._groups.pop(0) if self._groups else None
 
 
@@ -229,8 +229,8 @@ class Counting(Learner):
         return {"loss": 0.0, "reward": 0.0, "solved": 0.0, "clipped": 0.0}
 
 
-def groups(*versions: int) -> list[Group]:
-    return [Group([game("crane", 0.0, version)]) for version in versions]
+def groups(*versions: int) -> list[RolloutGroup]:
+    return [RolloutGroup([game("crane", 0.0, version)]) for version in versions]
 
 
 def test_samples_that_are_too_old_are_dropped(publisher: Publisher, model: torch.nn.Module) -> None:

@@ -67,7 +67,7 @@ COUNTED_BATCHES = 2
 T = TypeVar("T")
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _DeltaIndex(msgspec.Struct, frozen=True):
     tensors: list[TensorSpec]
     blocks: list[BlockRecord]
 
@@ -240,7 +240,7 @@ class DeltaWriter:
         ]
         index = b""
         if self.encoding != raw.name:
-            plain = msgspec.json.encode(_Index(list(self._tensors), self._blocks))
+            plain = msgspec.json.encode(_DeltaIndex(list(self._tensors), self._blocks))
             if len(plain) > MAX_INDEX:
                 raise HeaderError(f"an index of {len(plain):,} bytes is more than the {MAX_INDEX:,} a reader accepts")
             ((stream, index),) = squeeze([plain])
@@ -409,7 +409,7 @@ class DeltaFile:
         claimed = self.metadata.get("index_size", "")
         raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
         plain = expand(StreamRecord(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
-        index = decode(plain, _Index, "the index", CorruptStream)
+        index = decode(plain, _DeltaIndex, "the index", CorruptStream)
         known = schema.by_name() if schema else None
         for tensor in index.tensors:
             if known is not None and known.get(tensor.name) != tensor:

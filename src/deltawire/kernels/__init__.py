@@ -30,16 +30,16 @@ from . import torch_ops
 from .host import from_changes, on, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import CLASS_STEPS, Changed, ClassRanks, Moves, Origins, Rules, TooMany, read_sheet, rules
+from .results import CLASS_STEPS, Changed, ClassRanks, ClassRules, Moves, Origins, TooMany, read_sheet, rules
 
 __all__ = [
     "TILE",
     "Changed",
     "ClassRanks",
+    "ClassRules",
     "Moves",
     "Origins",
     "Plan",
-    "Rules",
     "Segment",
     "TooMany",
     "apply",
@@ -159,18 +159,20 @@ def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift
         return operations(units.device).exponents(units, samples, shift, mask)  # type: ignore[no-any-return]
 
 
-def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
+def class_counts(old: Sequence[Tensor], plan: Plan, rules: ClassRules) -> Tensor:
     """Units of each class in each tile: what a host needs to decode ranks."""
     return _run("class_counts", plan, old, rules)  # type: ignore[no-any-return]
 
 
-def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> ClassRanks:
+def class_ranks(old: Sequence[Tensor], plan: Plan, rules: ClassRules, changed: Changed) -> ClassRanks:
     """Changes as ranks within the classes of the old bits, which `old` must still hold."""
     _require_tiles(plan, changed)
     return _run("class_ranks", plan, old, rules, changed)  # type: ignore[no-any-return]
 
 
-def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+def place(
+    old: Sequence[Tensor], plan: Plan, rules: ClassRules, counts: Tensor, ranks: Tensor, steps: Tensor
+) -> Changed:
     """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError.
 
     `ranks` and `steps` may be overwritten: the change takes their memory.

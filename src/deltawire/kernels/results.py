@@ -93,7 +93,7 @@ class ClassRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ClassRules:
     """How the old bits of every tile get their class, as the `context` codec has it:
 
     offset − clamp(exponent, low, top) + row level + column level, modulo 256 and at most classes − 1; 0 in rows of
@@ -119,8 +119,8 @@ def rules(
     plan: Plan,
     table: Sequence[Sequence[int] | npt.NDArray[Any]] | npt.NDArray[Any],
     levels: Sequence[tuple[Level, Level]] | None = None,
-) -> Rules:
-    """Rules of a plan from six numbers per segment (see `Rules.table`), and its row and column levels.
+) -> ClassRules:
+    """The rules of a plan from six numbers per segment (see `ClassRules.table`), and its row and column levels.
 
     A level that is None is neutral everywhere.
     """
@@ -129,7 +129,7 @@ def rules(
     joined, at = np.zeros(0, np.uint8), np.zeros((plan.tiles, 2), np.int64)
     if levels is not None and any(line is not None for pair in levels for line in pair):
         joined, at = _join(plan, levels)
-    return Rules(
+    return ClassRules(
         torch.from_numpy(per_tile).to(plan.device),
         int(numbers[:, 5].max(initial=1)),
         torch.from_numpy(joined).to(plan.device),
@@ -160,7 +160,7 @@ Sheet = Mapping[str, npt.NDArray[Any]]
 """What `core.codecs.context.decoder.make_sheet` makes."""
 
 
-def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, Rules]:
+def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, ClassRules]:
     """Plan and rules of a sheet. Deltas of a run mostly have the same tiles: `plans` remembers."""
     key = tuple(sheet[name].tobytes() for name in ("segments", "lengths", "row_cuts", "column_cuts"))
     plan = plans.get(key, lambda: Plan(tensors, _segments(sheet)))

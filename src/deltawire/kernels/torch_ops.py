@@ -15,7 +15,7 @@ from ..core.change import FLIPS, NEW_BITS, NUMBER_STEPS
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .adamw import ChangeLog, Elements
 from .plan import TILE, Plan, Segment, narrow, units, widen
-from .results import Changed, ClassRanks, Moves, Origins, Rules, TooMany
+from .results import Changed, ClassRanks, ClassRules, Moves, Origins, TooMany
 
 _DIGEST_BLOCKS = 1 << 12
 
@@ -143,7 +143,7 @@ def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift
     return torch.stack(counts)
 
 
-def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
+def class_counts(plan: Plan, old: Sequence[Tensor], rules: ClassRules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     plan.launches(old)
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
@@ -156,7 +156,7 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     return sizes
 
 
-def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> ClassRanks:
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: ClassRules, changed: Changed) -> ClassRanks:
     """Ranks of changes within the classes of the old bits, which `old` must still hold."""
     sizes = class_counts(plan, old, rules)
     counts = torch.zeros_like(sizes)
@@ -178,7 +178,9 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
     return ClassRanks(sizes, counts, ranks, steps)
 
 
-def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+def place(
+    plan: Plan, old: Sequence[Tensor], rules: ClassRules, counts: Tensor, ranks: Tensor, steps: Tensor
+) -> Changed:
     """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError."""
     starts = _starts(counts.sum(1))
     total = int(starts[-1])
@@ -279,7 +281,7 @@ def _addresses(plan: Plan, changed: Changed, first: int, segment: Segment) -> Te
     return segment.offset + at // segment.columns * segment.stride + at % segment.columns
 
 
-def _keys(plan: Plan, rules: Rules, first: int, segment: Segment, bits: Tensor) -> tuple[Tensor, Tensor]:
+def _keys(plan: Plan, rules: ClassRules, first: int, segment: Segment, bits: Tensor) -> tuple[Tensor, Tensor]:
     """tile · CLASSES + class of every unit of a segment, row by row; and the order that sorts by it."""
     shift, mask, low, top, offset, classes = rules.table[first].tolist()
     exponent = widen(_rectangle(segment, bits)) >> shift & mask
@@ -304,7 +306,7 @@ def _group_starts(key: Tensor, segment: Segment) -> Tensor:
     return count.cumsum(0) - count
 
 
-def _steps(plan: Plan, rules: Rules, first: int, old: Tensor, new: Tensor) -> Tensor:
+def _steps(plan: Plan, rules: ClassRules, first: int, old: Tensor, new: Tensor) -> Tensor:
     bits = 8 * int(plan.unit[first])
     is_float = bool(rules.table[first, 1])
     # the usual zigzag, less one, of the way back: +1 → 0, −1 → 1, +2 → 2 …, as core/ulps.py has it

@@ -16,7 +16,7 @@ from . import _adamw, _change, _classes, _digest, _ranks
 from .adamw import ChangeLog, Elements, StepInputs
 from .pace import in_turns
 from .plan import TILE, Launch, Plan
-from .results import CLASS_STEPS, Changed, ClassRanks, Moves, Origins, Rules, TooMany
+from .results import CLASS_STEPS, Changed, ClassRanks, ClassRules, Moves, Origins, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -135,7 +135,7 @@ def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift
     return out
 
 
-def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
+def class_counts(plan: Plan, old: Sequence[Tensor], rules: ClassRules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old), 4):
@@ -147,7 +147,7 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     return sizes
 
 
-def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> ClassRanks:
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: ClassRules, changed: Changed) -> ClassRanks:
     """Ranks of changes within the classes of the old bits, which `old` must still hold."""
     device = plan.device
     sizes, counts = (torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
@@ -158,7 +158,9 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
     return ClassRanks(sizes, counts, ranks, steps)
 
 
-def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+def place(
+    plan: Plan, old: Sequence[Tensor], rules: ClassRules, counts: Tensor, ranks: Tensor, steps: Tensor
+) -> Changed:
     """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError.
 
     The memory of ranks becomes that of positions, and that of steps, where it is wide enough, that of new bits.
@@ -225,7 +227,7 @@ def _run(kernel: Any, plan: Plan, launch: Launch, *arguments: Any, **options: An
     kernel[(launch.count,)](*given, *arguments, UNIT=launch.unit, **options)
 
 
-def _rank(kernel: Any, plan: Plan, launch: Launch, rules: Rules, *arguments: Any, **options: Any) -> None:
+def _rank(kernel: Any, plan: Plan, launch: Launch, rules: ClassRules, *arguments: Any, **options: Any) -> None:
     """Programs that take the tiles of a launch in turn, and count within classes."""
     grid, shared = _persistent(plan, launch.count, rules)
     given = launch.tiles, launch.count, *launch.addresses, plan.geometry, rules.table, rules.levels, rules.level_at
@@ -246,22 +248,22 @@ def _digest_table(plan: Plan) -> Tensor:
     return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
 
 
-def _words(rules: Rules) -> int:
+def _words(rules: ClassRules) -> int:
     """Words of four classes that kernels count."""
     return next(step for step in CLASS_STEPS if step >= rules.classes) // 4
 
 
-def _wide(rules: Rules) -> int:
+def _wide(rules: ClassRules) -> int:
     """Classes that kernels count, a power of two."""
     return int(triton.next_power_of_2(4 * _words(rules)))
 
 
-def _leveled(rules: Rules) -> int:
+def _leveled(rules: ClassRules) -> int:
     """Which of _classes.NO_LEVELS, LEVELS and ALIGNED_LEVELS the rules need."""
     return 0 if rules.levels.numel() == 0 else 1 + rules.aligned
 
 
-def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[str, Any]]:
+def _persistent(plan: Plan, tiles: int, rules: ClassRules) -> tuple[tuple[int], dict[str, Any]]:
     """A grid of programs that take tiles in turn, with scratch memory for each."""
     words, wide = _words(rules), _wide(rules)
     # a power of two, which the search for a chunk halves; at least 16, because Triton compiles a kernel of its own for

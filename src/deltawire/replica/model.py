@@ -29,7 +29,7 @@ from ..core.sparse import DeltaFile
 from ..core.state import State
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
-from .shard import MOST_UNITS, Piece, PieceChange, Shard, Sums
+from .shard import MOST_UNITS, LiveShard, Piece, PieceChange, Sums
 from .target import UNCHANGED, Staged, Update, write_or_undo
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class ModelWeights:
     one that no version has.
     """
 
-    def __init__(self, schema: Schema, pieces: Sequence[Piece], shard: Shard) -> None:
+    def __init__(self, schema: Schema, pieces: Sequence[Piece], shard: LiveShard) -> None:
         self.schema, self.shard = schema, shard
         self._pieces: dict[str, list[int]] = {}
         self._copies: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
 """Live weights as pieces: rectangles of the run's tensors, each with the memory that holds it.
 
 A model of this process has a piece for every tensor, a rank of an engine has its part of them. Both are read, patched,
-proven and taken back through a `Shard`: `HostShard` (host.py) or `DeviceShard` (device.py).
+proven and taken back through a `LiveShard`: `HostShard` (host.py) or `DeviceShard` (device.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PieceChange:
     change: Change
 
 
-class Shard(Protocol):
+class LiveShard(Protocol):
     pieces: Sequence[Piece]
     audited: bool
     """Whether reading all weights takes too long for a pause: `write` then proves what it wrote, and all of them are

@@ -24,7 +24,7 @@ from ...core.parallel import ordered_map
 from ...core.scatter import gather
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
-from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut, cut_moves
+from ...replica.shard import DENSE, LiveShard, Piece, PieceChange, Sums, cut, cut_moves
 from .placement import open_shard
 
 Lent = Mapping[Region, Bits]
@@ -42,7 +42,7 @@ class Wanted(Exception):
 class ShardDecoder:
     """Compares deltas and full weights with a shard's present bits. Writes nothing."""
 
-    def __init__(self, shard: Shard, threads: int | None = 1) -> None:
+    def __init__(self, shard: LiveShard, threads: int | None = 1) -> None:
         self._shard = shard
         self._threads = threads
         self._by_tensor: dict[str, list[int]] = {}

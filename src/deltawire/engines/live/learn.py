@@ -283,7 +283,7 @@ class _Touched(Exception):
     pass
 
 
-class _Watch(TorchDispatchMode):
+class _TouchWatch(TorchDispatchMode):
     """Raises as soon as an operator is called with one of some tensors."""
 
     def __init__(self, storages: set[int]) -> None:
@@ -313,7 +313,7 @@ def _touches(layer: Layer) -> bool:
     made = copy_of(layer.module)
     made._parameters.update(layer.loaded)
     try:
-        with on_device(_device(layer)), _Watch({storage(t) for t in layer.loaded.values()}):
+        with on_device(_device(layer)), _TouchWatch({storage(t) for t in layer.loaded.values()}):
             layer.hook(made)
     except Exception:
         return True

@@ -26,7 +26,7 @@ from ...core.dtypes import lookup
 from ...core.schema import Schema, TensorSpec
 from ...models import torch_dtype
 from ...replica.host import HostShard, Placed, Rows
-from ...replica.shard import Piece, Shard
+from ...replica.shard import LiveShard, Piece
 
 _aten = torch.ops.aten
 _FILLS = {
@@ -61,7 +61,7 @@ class Placement:
     """What the loader raised; then nothing else is known."""
 
 
-def open_shard(pieces: Sequence[Piece]) -> Shard:
+def open_shard(pieces: Sequence[Piece]) -> LiveShard:
     """Weights in host memory are patched by the core's kernels, others by torch's or Triton's. Raises ValueError where
     that cannot be done."""
     for piece in pieces:

@@ -33,7 +33,7 @@ from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import open_delta
-from ...replica.shard import PieceChange, Shard, Sums
+from ...replica.shard import LiveShard, PieceChange, Sums
 from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
 from . import arrays
@@ -117,7 +117,7 @@ class Rank:
         """Where the API server is on another node: what works for the ranks of this one, if this is the first."""
         self._problems, self._hooks, self._host = problems, hooks, host
         self._schema = Schema.build(())
-        self._shard: Shard | None = None
+        self._shard: LiveShard | None = None
         """None where memory could not be mapped."""
         self._groups: tuple[int, ...] = ()
         self._numbers = count(1)
@@ -348,7 +348,7 @@ class Rank:
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _weights(self) -> Shard:
+    def _weights(self) -> LiveShard:
         if self._shard is None:
             raise RuntimeError("the layout of this rank is not known: ask for it first")
         return self._shard

@@ -85,7 +85,7 @@ class RolloutServer:
         self.held = 0
         """Bytes of request bodies that are in memory."""
         self.started = time.time()
-        self._server = _Server(build(self), connections, self.scheduler, options.grace)
+        self._server = _ModelServer(build(self), connections, self.scheduler, options.grace)
 
     @classmethod
     def open(
@@ -256,7 +256,7 @@ class Metrics(control.FollowerMetrics):
             yield CounterMetricFamily(f"deltawire_{name}", text, float(total))
 
 
-class _Server(Server):
+class _ModelServer(Server):
     def __init__(self, app: Any, connections: Connections, scheduler: Scheduler, grace: float) -> None:
         super().__init__(app, connections, grace=grace + 5)
         self._scheduler, self._grace = scheduler, grace

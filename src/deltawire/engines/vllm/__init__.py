@@ -55,7 +55,7 @@ def _extend() -> None:
     from . import adapter_worker
 
     if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, "deltawire.engines.vllm.worker", "DeltawireEngine")
+        WeightTransferEngineFactory.register_engine(NAME, "deltawire.engines.vllm.worker", "DeltawireTransferEngine")
     WorkerBase.deltawire = _call
     WorkerBase.deltawire_adapter = adapter_worker.call
     # other servers on this machine keep their packed weights: only those that were told to follow give them up

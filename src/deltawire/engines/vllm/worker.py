@@ -33,7 +33,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     version: int | None = None
 
 
-class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
