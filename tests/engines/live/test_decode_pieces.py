@@ -16,7 +16,7 @@ from deltawire.engines.live.decode_pieces import Wanted, compile_decoders
 from deltawire.engines.live.placement import open_shard
 from deltawire.replica import shard as shards
 from deltawire.replica.device import DeviceShard
-from deltawire.replica.shard import Piece, Shard
+from deltawire.replica.shard import LiveShard, Piece
 from support import diff, encoded, moved_bag, random_bag
 
 
@@ -24,7 +24,7 @@ from support import diff, encoded, moved_bag, random_bag
 @pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.01), ("context", 0.9)))
 @pytest.mark.parametrize("world, fp8", [(1, False), (2, False), (4, False), (2, True)])
 def test_a_patched_model_is_a_freshly_loaded_one(
-    world: int, fp8: bool, encoding: str, density: float, opened: Callable[[Sequence[Piece]], Shard]
+    world: int, fp8: bool, encoding: str, density: float, opened: Callable[[Sequence[Piece]], LiveShard]
 ) -> None:
     """What a GPU does is done here by torch on the CPU: the same code, other kernels below it."""
     ranks, fresh = Ranks(world, opened, fp8=fp8), Ranks(world, fp8=fp8)

@@ -16,7 +16,7 @@ from deltawire.core.sparse import DeltaFile  # noqa: E402
 from deltawire.engines.live.decode_pieces import ShardDecoder, Wanted  # noqa: E402
 from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
 from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
-from deltawire.replica.shard import Piece, Shard  # noqa: E402
+from deltawire.replica.shard import LiveShard, Piece  # noqa: E402
 from support import Bag, random_bag  # noqa: E402
 
 
@@ -31,11 +31,13 @@ def as_tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
 class Ranks:
     """All ranks of a tensor-parallel model, each with its shard."""
 
-    def __init__(self, world: int, open_shard: Callable[[Sequence[Piece]], Shard] = open_shard, **shape: int) -> None:
+    def __init__(
+        self, world: int, open_shard: Callable[[Sequence[Piece]], LiveShard] = open_shard, **shape: int
+    ) -> None:
         self.models = [Fused(rank=rank, world=world, **shape) for rank in range(world)]
         self.schema: Schema = self.models[0].schema()
         self.placements = [trace(model, model.load_weights, self.schema) for model in self.models]
-        self.shards: list[Shard] = [open_shard(placement.pieces) for placement in self.placements]
+        self.shards: list[LiveShard] = [open_shard(placement.pieces) for placement in self.placements]
         self.decoders = [ShardDecoder(shard) for shard in self.shards]
         self.layout: Layout = arrange(
             self.schema,
