@@ -32,7 +32,7 @@ from ..core.errors import (
 )
 from ..models import is_module, is_partitioned, is_torch
 from .pairs import is_pairs
-from .shard import Held
+from .shard import HeldShards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -349,7 +349,7 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
 
     `group` is what the user said: a process group, None for alone, or "auto".
     """
-    if isinstance(model, Held) and (group is None or not may_share(group)):
+    if isinstance(model, HeldShards) and (group is None or not may_share(group)):
         raise Misconfigured(
             "shards are published by the ranks of torch.distributed: call init_process_group() before, also for one "
             "process, and leave out group=None"
@@ -362,7 +362,7 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
         tensors = [t for t in model.values() if is_torch(t)] if isinstance(model, Mapping) else []
     dist = sys.modules["torch"].distributed
     found: ProcessGroup = dist.group.WORLD if isinstance(group, str) else group
-    if isinstance(model, Held) or is_partitioned(model):
+    if isinstance(model, HeldShards) or is_partitioned(model):
         return found
     shared = dist.get_world_size(found) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
     return found if (tensors or is_pairs(model)) and shared else None

@@ -98,7 +98,7 @@ class Pieces:
         return tuple(accumulate(reversed(self.shape[1:]), lambda a, b: a * b, initial=1))[::-1] if self.shape else ()
 
 
-class Held:
+class HeldShards:
     """The shards that this rank publishes, by tensor. What `Publisher` makes of a list of them."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -142,7 +142,7 @@ def as_held(model: Any, *, nothing: bool) -> Any:
     if apart or not isinstance(model, Collection):
         return model
     first = next(iter(model), None)
-    return Held(model) if isinstance(first, Shard) or (nothing and not model) else model
+    return HeldShards(model) if isinstance(first, Shard) or (nothing and not model) else model
 
 
 def _shown(where: Where) -> str:

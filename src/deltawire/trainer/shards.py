@@ -39,7 +39,7 @@ from .detectors import Detector, HostDetector, default_detector
 from .device import FusedDetector
 from .local import LocalModel
 from .partitioned import held_by_name
-from .shard import Held, Pieces
+from .shard import HeldShards, Pieces
 
 Indices = npt.NDArray[np.int64]
 
@@ -104,10 +104,10 @@ class Shards(LocalModel):
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
         self._cut = None
         schemas = group.together(lambda: self._schema_of(model))
-        schema = group.each(lambda: merge(schemas)) if isinstance(model, Held) else schemas[0]
+        schema = group.each(lambda: merge(schemas)) if isinstance(model, HeldShards) else schemas[0]
         held = group.together(lambda: self._hold(model, schema, group.rank))
         holders = group.each(lambda: tiles(held, schema))
-        if isinstance(model, Held):
+        if isinstance(model, HeldShards):
             self._require_equal_copies(model, holders, group)
             self._cut = model.cut
         mine = share_out(holders, group.size)[group.rank]
@@ -177,7 +177,7 @@ class Shards(LocalModel):
         return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:
-        return model.tensors if isinstance(model, Held) else held_by_name(model)
+        return model.tensors if isinstance(model, HeldShards) else held_by_name(model)
 
     def _schema_of(self, model: Any) -> Schema:
         """The checkpoint's schema. Ties are seen by shared memory, which a rank with an empty shard cannot."""
@@ -197,7 +197,7 @@ class Shards(LocalModel):
                 if part.region.meet(tile) == tile:
                     yield part.within(tile)
 
-    def _require_equal_copies(self, model: Held, holders: Mapping[Region, Sequence[int]], group: Group) -> None:
+    def _require_equal_copies(self, model: HeldShards, holders: Mapping[Region, Sequence[int]], group: Group) -> None:
         """Raise SchemaMismatch on all ranks where they hold the same part of a tensor with other bits."""
 
         def copies() -> dict[Region, set[str]]:
@@ -221,9 +221,9 @@ class Shards(LocalModel):
                     )
 
     def _require_same_cut(self, model: Any) -> None:
-        if self._cut is None and not isinstance(model, Held):
+        if self._cut is None and not isinstance(model, HeldShards):
             return
-        cut = model.cut if isinstance(model, Held) else {}
+        cut = model.cut if isinstance(model, HeldShards) else {}
         before = self._cut or {}
         if cut != before:
             names = [name for name in {**before, **cut} if before.get(name) != cut.get(name)]
@@ -231,7 +231,7 @@ class Shards(LocalModel):
 
     def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
         """Note and return all regions that this rank holds."""
-        if not isinstance(model, Held):
+        if not isinstance(model, HeldShards):
             # by all ranks: a view such as merged_weights(model) may gather
             ours = self._schema_of(model)
             if rank:
