@@ -43,7 +43,7 @@ KINDS = {
     "two prunes": Kind(2, (0.0, 0.0)),
     "kill prune": Kind(2, (0.05, 0.8)),
     "damage cache": Kind(3, (0.0, 0.0)),
-    "wrong proxy": Kind(6, (1.0, 10.0)),
+    "wrong proxy": Kind(8, (1.0, 10.0)),
 }
 
 

@@ -24,7 +24,8 @@ from deltawire.core.errors import (
     StoreUnavailable,
     TruncatedFile,
 )
-from deltawire.store import Fetched, ObjectStore
+from deltawire.store import Fetched, ObjectStore, Retrying
+from deltawire.store.base import SLOW_DOWN_S
 from deltawire.store.object_errors import translate
 
 
@@ -245,6 +246,26 @@ def test_create_is_never_repeated_by_the_client(server: Server) -> None:
     with pytest.raises(StoreUnavailable):
         store.put("key", b"x")
     assert server.requests == ["PUT /bucket/run/key"] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "rest"),
+    [(503, "SlowDown", True), (429, "", True), (503, "", True), (500, "InternalError", False)],
+)
+def test_an_overloaded_bucket_is_left_alone(server: Server, status: int, code: str, rest: bool) -> None:
+    """It gets a read once, and not again before some seconds, at a time that differs from client to client."""
+    server.answer(status, code)
+    slept: list[float] = []
+    store = ObjectStore.from_url("s3://bucket/run")
+    with pytest.raises(StoreUnavailable) as busy:
+        store.get("key")
+    assert busy.value.retry_after == (SLOW_DOWN_S if rest else None)
+    assert server.requests == ["GET /bucket/run/key"]
+    with pytest.raises(StoreUnavailable):
+        Retrying(store, sleep=slept.append, clock=lambda: 0.0).get("key")
+    assert len(server.requests) == 1 + len(slept) + 1
+    assert (min(slept) >= SLOW_DOWN_S) == rest
+    assert max(slept) - min(slept) > 0.5
 
 
 def test_taken_keys(server: Server) -> None:

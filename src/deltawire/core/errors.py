@@ -350,7 +350,8 @@ class PermissionDenied(StoreError):
 class StoreUnavailable(StoreError):
     """A request timed out, was reset or throttled, or got a 5xx answer. The only error that is worth a retry.
 
-    `retry_after` is the number of seconds that the store asked to wait; None if it did not say.
+    `retry_after` is the number of seconds to leave the store alone, as it asked, or because it is overloaded; None if a
+    retry may come soon.
     """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:

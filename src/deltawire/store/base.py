@@ -53,6 +53,15 @@ def is_transient(status: int) -> bool:
     return status in (408, 425, 429) or (status >= 500 and status != 501)
 
 
+SLOW_DOWN_S = 5.0
+"""Seconds that a store is left alone when it is overloaded and does not say for how long."""
+
+
+def rest_after(status: int) -> float | None:
+    """Seconds to leave a store alone after an HTTP status that has no Retry-After; None where a retry may come soon."""
+    return SLOW_DOWN_S if status in (429, 503) else None
+
+
 def check_range(start: int, length: int) -> None:
     """Raise ValueError for a range with a negative start or length."""
     if start < 0 or length < 0:

@@ -39,7 +39,17 @@ from deltawire.core.errors import (
 )
 from deltawire.core.settings import switch
 from deltawire.store.aws import is_near
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_key, check_range, check_size, is_transient
+from deltawire.store.base import (
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    check_key,
+    check_range,
+    check_size,
+    is_transient,
+    rest_after,
+)
 
 log = logging.getLogger("deltawire")
 
@@ -315,7 +325,8 @@ def _refusal(status: int, headers: http.client.HTTPMessage, where: str) -> Delta
     if status == 416:
         return TruncatedFile(f"{said}: the object ends before the range that was asked for")
     if is_transient(status):
-        return StoreUnavailable(said, _retry_after(headers.get("Retry-After", "")))
+        asked = _retry_after(headers.get("Retry-After", ""))
+        return StoreUnavailable(said, rest_after(status) if asked is None else asked)
     return StoreError(said)
 
 

@@ -51,8 +51,9 @@ _memory_lock = threading.Lock()
 class ObjectStore:
     """A store over any obstore client; `prefix` is the run's folder in the bucket.
 
-    `creator` is the client for put_if_absent. It must not retry by itself: after a lost answer its own repeat would
-    come back as "already exists", and the winner would seem to have lost. `Retrying` can tell.
+    `once` is the client for put_if_absent and for reads. It must not retry by itself: after a lost answer its own
+    repeat would come back as "already exists", and the winner would seem to have lost, which `Retrying` can tell; and
+    an overloaded bucket would get each read several times, sooner than `Retrying` allows.
     """
 
     def __init__(
@@ -61,36 +62,36 @@ class ObjectStore:
         url: str,
         *,
         prefix: str = "",
-        creator: Client | None = None,
+        once: Client | None = None,
     ) -> None:
         self.url = url
         self._place = url.partition("?")[0]
         self.creates_exclusively = True
         self._client = client
-        self._creator = creator or client
+        self._once = once or client
         self._root = check_key(prefix) + "/" if prefix else ""
 
     @classmethod
     def from_url(cls, url: str, *, retries: int = 3, environ: Mapping[str, str] = os.environ) -> ObjectStore:
-        """`retries` are the client's own, per request: one failed part need not repeat a large upload."""
+        """`retries` are the client's own, per request that writes: one failed part need not repeat a large upload."""
         address = parse(url)
         if address.scheme == "memory":
             with _memory_lock:
                 return cls(_memory.setdefault(address.bucket, MemoryStore()), address.url, prefix=address.prefix)
         with _translated(address.url):
-            client, creator = (connect(address, environ, count) for count in (retries, 0))
-        return cls(client, address.url, prefix=address.prefix, creator=creator)
+            client, once = (connect(address, environ, count) for count in (retries, 0))
+        return cls(client, address.url, prefix=address.prefix, once=once)
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         with self._request(key) as path:
-            return self._read(key, obstore.get(self._client, path), limit)
+            return self._read(key, obstore.get(self._once, path), limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         if not etag:
             return self.get(key, limit=limit)
         with self._request(key) as path:
             try:
-                result = obstore.get(self._client, path, options={"if_none_match": etag})
+                result = obstore.get(self._once, path, options={"if_none_match": etag})
             except NotModifiedError:
                 return None
             # Some gateways ignore the condition; the body is not fetched before we ask for it.
@@ -103,14 +104,14 @@ class ObjectStore:
                 raise TruncatedFile(f"{self._where(key)} ends before byte {start + length}")
             return b""
         with self._request(key) as path:
-            data = obstore.get_range(self._client, path, start=start, length=length).to_bytes()
+            data = obstore.get_range(self._once, path, start=start, length=length).to_bytes()
         if len(data) != length:  # past the end, a server sends what there is
             raise TruncatedFile(f"{self._where(key)} ends at byte {start + len(data)}, before byte {start + length}")
         return data
 
     def head(self, key: str) -> ObjectInfo:
         with self._request(key) as path:
-            return self._info(obstore.head(self._client, path))
+            return self._info(obstore.head(self._once, path))
 
     def put(self, key: str, data: bytes | Chunks) -> None:
         if not callable(data):
@@ -129,7 +130,7 @@ class ObjectStore:
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         with self._request(key) as path:
-            obstore.put(self._creator, path, self._payload(data), mode="create")
+            obstore.put(self._once, path, self._payload(data), mode="create")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix)

@@ -29,14 +29,15 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
-from deltawire.store.base import is_transient
+from deltawire.store.base import SLOW_DOWN_S, is_transient, rest_after
 
 CLIENT_ERRORS = (BaseError, FileNotFoundError, ValueError)
 """All that a call into the client raises on its own account."""
 
 # Error codes, as servers write them between <Code> tags.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-_BUSY = {"ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "ServerBusy", "SlowDown"}
+_BUSY = {"ConditionalRequestConflict", "OperationAborted", "RequestTimeout"}
+_OVERLOADED = {"ServerBusy", "SlowDown"}
 _BAD_LOGIN = {
     "AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestExpired", "RequestTimeTooSkewed",
     "TokenRefreshRequired",
@@ -111,6 +112,8 @@ def translate(error: Exception, where: str) -> DeltawireError:
     if code in _BAD_REGION or "Received redirect without LOCATION" in text:
         return BadURL(f"{where}: {reason if code else _REGION_HINT}")
     # Before the classes: the client calls every 409 "already exists", also the one by which S3 says "busy, try again".
+    if code in _OVERLOADED:
+        return StoreUnavailable(f"{where}: {reason}", SLOW_DOWN_S)
     if code in _BUSY:
         return StoreUnavailable(f"{where}: {reason}")
     if isinstance(error, FileNotFoundError):
@@ -134,7 +137,8 @@ def translate(error: Exception, where: str) -> DeltawireError:
     if not answer and ("HTTP error: " in text or isinstance(error, JoinError)):
         return StoreUnavailable(f"{where}: {reason}")
     if is_transient(status):
-        return StoreUnavailable(f"{where}: {reason}")
+        # the client keeps no headers, so what a Retry-After says is not known
+        return StoreUnavailable(f"{where}: {reason}", rest_after(status))
     return StoreError(f"{where}: {reason}")
 
 
