@@ -96,24 +96,31 @@ class Attempt:
         return not marked
 
     def _take(self, step: Step, fetched: FetchedLink, resolve: Resolve) -> None:
-        """Apply a link, to the copy if there is one."""
+        """Apply a link to the weights. Where there is a copy, to that; only the last one brings it to the weights."""
         weights = self._weights
+        kind: str = step.kind
+        content: Delta | Source
         if self._copy is not None:
             advance(self._copy, fetched, resolve)
-            if step.version == self._want:
-                self._apply(fetched, "copy", self._copy)
-        elif step.kind == "delta":
-            self._apply(fetched, step.kind, fetched.delta(weights.digest))
+            if step.version != self._want:
+                return
+            kind, content = "copy", self._copy
+        elif kind == "delta":
+            content = fetched.delta(weights.digest)
         else:
-            self._apply(fetched, step.kind, fetched.weights(resolve))
-
-    def _apply(self, fetched: FetchedLink, kind: str, content: Delta | Source) -> None:
-        clock, version = time.perf_counter(), fetched.manifest.version
-        digest, final = StateDigest.parse(fetched.manifest.digest), version == self._want
-        update = Update(version, digest, self._weights.digest, content, final, self._run.store.url)
-        self._note(self._weights.apply(update))
+            content = fetched.weights(resolve)
+        clock = time.perf_counter()
+        update = Update(
+            step.version,
+            StateDigest.parse(fetched.manifest.digest),
+            weights.digest,
+            content,
+            step.version == self._want,
+            self._run.store.url,
+        )
+        self._note(weights.apply(update))
         took = 1e3 * (time.perf_counter() - clock)
-        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self._heartbeats.id, version, kind, self.fetched / 1e6, took)
+        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self._heartbeats.id, step.version, kind, self.fetched / 1e6, took)
 
     def _go_round(self, step: Step, error: DeltawireError) -> None:
         """Plan again: from what the weights are found to be, or without this link."""

@@ -62,7 +62,8 @@ class Background:
         """`with` takes this one and not the condition, whose own `__enter__` can be interrupted when the lock is taken
         already."""
         self._work = threading.Condition(self._lock)
-        self._waiting: CapturedVersion | None = None
+        self.waiting: CapturedVersion | None = None
+        """The version that the next publish will be part of."""
         self._in_flight: list[CapturedVersion] = []
         """What the thread is writing as one version."""
         self._failures: deque[BaseException] = deque(maxlen=1)
@@ -80,12 +81,7 @@ class Background:
     @property
     def depth(self) -> int:
         """Number of versions that are in flight or waiting: 0 to 2."""
-        return bool(self._in_flight) + (self._waiting is not None)
-
-    @property
-    def waiting(self) -> CapturedVersion | None:
-        """The version that the next publish will be part of."""
-        return self._waiting
+        return bool(self._in_flight) + (self.waiting is not None)
 
     def submit(self, pending: CapturedVersion, fold: Callable[[Capture, Capture], None]) -> None:
         """Let the thread write a version as soon as it is free, together with one that waits.
@@ -95,8 +91,8 @@ class Background:
         with self._lock:
             # first: if this is interrupted, the thread finds whatever waits by then
             self._start()
-            waiting = self._waiting
-            self._waiting = pending if waiting is None else waiting.merged(pending)
+            waiting = self.waiting
+            self.waiting = pending if waiting is None else waiting.merged(pending)
             if waiting is not None:
                 fold(waiting.changes, pending.changes)
 
@@ -111,21 +107,21 @@ class Background:
     def next(self) -> CapturedVersion | None:
         """Wait for the next version and take it, on the thread itself. None if none will come."""
         with self._lock:
-            self._work.wait_for(lambda: self._waiting is not None or self._ending or not self._is_own_thread())
+            self._work.wait_for(lambda: self.waiting is not None or self._ending or not self._is_own_thread())
             if not self._is_own_thread():
                 return None
-            pending = self._waiting
+            pending = self.waiting
             if pending is not None:
                 # in this order: whoever asks without the lock finds it in one of the two
                 self._in_flight.append(pending)
-                self._waiting = None
+                self.waiting = None
             return pending
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def _unfinished(self) -> set[PublishHandle]:
-        waiting = self._waiting
+        waiting = self.waiting
         versions = self._in_flight if waiting is None else [*self._in_flight, waiting]
         return {handle for version in versions for handle in version.handles}
 

@@ -190,10 +190,15 @@ class Captures:
             self._digest, self.alone = digest, False
             self.lost = False
 
-    def older(self, capture: Capture) -> list[Capture]:
-        """Pending captures before this one, oldest first: their publishing failed, and this one has to carry them."""
+    def carry_older(self, capture: Capture, committed: bool) -> None:
+        """Make a capture include those before it, whose publishing failed. `committed`: that of the oldest did not, and
+        only the answer was lost."""
+        if committed and self.pending[0] is not capture:
+            self.settle(self.pending[0])
         with self._lock:
-            return self.pending[: self.pending.index(capture)]
+            first = self.pending[0]
+        if first is not capture:
+            self.fold(first, capture)
 
     def fold(self, first: Capture, second: Capture) -> None:
         """Make `second` include the pending captures before it, from `first` on, unless that was given up before."""

@@ -145,7 +145,11 @@ class Pipeline:
         pending.last_publish = self._publishes
         source = self._open(self._taken(model, pending.step), pending.progress, step=pending.step)
         try:
-            if not self._must_stream(source, wait) and self._capture(source, pending, began):
+            # streamed to save host memory, or where the version to compare with came from the bucket and is not yet
+            # where the model is
+            in_host_memory = not self.together and self._opened().captures.detector.in_host_memory
+            streams = in_host_memory and (wait or self._local.is_elsewhere(source))
+            if not streams and self._capture(source, pending, began):
                 return
         except SnapshotLost as lost:
             cure = "the next version has full weights" if self.together else "comparing with the newest version"
@@ -436,12 +440,6 @@ class Pipeline:
 
     # ── capture ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _must_stream(self, source: Source, wait: bool) -> bool:
-        """Whether to compare block by block while the caller waits: to save host memory, or where the version to
-        compare with came from the bucket and is not yet where the model is."""
-        in_host_memory = self._opened().captures.detector.in_host_memory
-        return not self.together and in_host_memory and (wait or self._local.is_elsewhere(source))
-
     def _capture(self, source: Source, pending: CapturedVersion, began: float) -> bool:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
@@ -494,17 +492,9 @@ class Pipeline:
         capture = pending.changes
         captures = capture.owner
         terms = writer.begin(changed, alone)
-
-        def carry_older() -> None:
-            if terms.committed and captures.pending[0] is not capture:
-                # an earlier version was committed after all, and only the answer was lost
-                captures.settle(captures.pending[0])
-            if older := captures.older(capture):
-                captures.fold(older[0], capture)
-
         with self._two_answers(captures):
             # on all ranks or on none: a rank may find that its captures were given up meanwhile
-            self._writing_group.each(carry_older)
+            self._writing_group.each(lambda: captures.carry_older(capture, terms.committed))
             published = writer.write(terms, pending)
         self.version = terms.version
         captures.settle(capture)
