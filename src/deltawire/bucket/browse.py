@@ -70,7 +70,7 @@ def below(store: Store, prefix: str) -> str:
 
 
 def look(url: str, *, stored: bool = False) -> ListedRun:
-    """What `runs` says of one run, in a handful of small requests. What is wrong with it is told, not raised."""
+    """What `runs` says of one run, in a handful of small requests. Problems are returned, not raised."""
     try:
         run = Run.open(open_store(url))
         newest = run.newest()

@@ -91,7 +91,7 @@ class PrunePlan:
     manifests: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
     """Anchors and deltas, of deleted versions and of publishes that were never committed; pages of added links that
-    were merged into later ones; pages of history that tell of deleted versions alone."""
+    were merged into later ones; pages of history with deleted versions only."""
     files: tuple[ObjectInfo, ...]
     """Companion files that no version names any more."""
     heartbeats: tuple[ObjectInfo, ...]

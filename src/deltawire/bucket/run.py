@@ -85,7 +85,7 @@ ALL_MANIFESTS = 256 << 20
 """Bytes of all `lean` manifests of a run, as JSON; some 400,000 versions. In memory they take three times as much."""
 
 LOST_MANIFESTS = 1024
-"""Number of manifests read in place of lost pages of history; each tells of sixteen versions."""
+"""Number of manifests read in place of lost pages of history; each has summaries of sixteen versions."""
 
 LONG_PAGE = 1024
 """Versions of a page of history from which on a reader that needs a quarter of them at most reads shorter ones instead:
@@ -487,8 +487,8 @@ class Run:
         """Return summaries from `since` to `newest`, by version, in O(log n) requests; pruned versions are left out.
 
         `newest` is by default the newest version; without any version the result is empty. Where pages of history are
-        lost, manifests are read in their place, which tell of sixteen versions each. Beyond 32 MiB of pages (100,000
-        versions and more), or 1024 such manifests, older versions are left out with a warning.
+        lost, manifests are read in their place, each with summaries of sixteen versions. Beyond 32 MiB of pages
+        (100,000 versions and more), or 1024 such manifests, older versions are left out with a warning.
         """
         if newest is None and (newest := self.newest()) is None:
             return {}

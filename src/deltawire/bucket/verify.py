@@ -271,7 +271,7 @@ class _Records:
             self.manifests[version] = lean(found)
 
     def _read_added(self, newest: int) -> list[AddedLink]:
-        """Return the links that were added later and that a reader can use. The rest is told: it harms none."""
+        """Return the links that were added later and that a reader can use. Others are findings."""
         index = self.run.added.index()
         if index is None:
             if any(item.key == keys.ADDED for item in self.run.store.list(keys.ADDED)):

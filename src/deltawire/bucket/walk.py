@@ -41,14 +41,14 @@ FEW = 2
 
 TRIES = 2
 """Attempts before an object that the store fails to give counts as lost, and before a version that cannot be reached is
-skipped; objects that the store fails to give before a checkout gives up."""
+skipped; objects that the store fails to give before a checkout fails."""
 
 PREFETCH_BYTES = 128 << 20
 """Objects that may wait in memory or on disk, beside the one in use."""
 
 
 class Walker:
-    """Plans ways through a run and remembers which links not to use.
+    """Plans ways through a run and keeps the links not to use.
 
     Make a new one for each attempt: what was bad the last time may have been a bad transfer, or repaired since.
 
@@ -119,7 +119,7 @@ class Walker:
         self.plan_again(error)
 
     def plan_again(self, error: DeltawireError) -> None:
-        """Plan again from what `have()` says now; the link was not at fault."""
+        """Plan again from what `have()` says now; the link is sound."""
         self._failure, self._must_plan = error, True
 
     def plan(self, have: int | None, want: int) -> list[Step]:
@@ -194,7 +194,7 @@ class Walker:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A fetched delta. Whoever applies it opens it."""
+    """A fetched delta, not opened yet."""
 
     schema: Schema
     """Of the run."""
@@ -254,7 +254,7 @@ def prefetch(
     todo = deque(range(len(steps)))
     workers = Workers(CONNECTIONS, "deltawire-prefetch")
     fetched: dict[int, FetchedLink] = {}
-    """Links to be closed, by whoever takes them out of here."""
+    """Links to be closed, by the thread that takes them out of here."""
     done: set[int] = set()
 
     def fetch_ahead(number: int) -> FetchedLink:

@@ -258,7 +258,7 @@ class Watcher:
         newest = run.newest() if run.exists(known + 1) else None
         if newest is None or newest <= known:
             return known
-        # head did not tell of it: its ETag may not change
+        # head did not show it: its ETag may not change
         self._etag = None
         return newest
 

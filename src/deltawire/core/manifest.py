@@ -385,7 +385,7 @@ class Delegated(msgspec.Struct, frozen=True):
 
 
 class SyncRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A sync of a replica, as its heartbeat tells of it. Times are by the replica's clock.
+    """A sync of a replica, as its heartbeat reports it. Times are by the replica's clock.
 
     [sync.seconds for sync in beat.syncs if not sync.error]
     """

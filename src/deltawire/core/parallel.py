@@ -100,8 +100,8 @@ class Later(Generic[R]):
 class Workers:
     """Threads that do work in the order in which it is handed in; one of them does it one after the other.
 
-    As with `Later`, whoever hands in work or waits for it may be interrupted at any line. An executor of the standard
-    library has locks that could be left taken then, and would wait for ever.
+    As with `Later`, a thread that hands in work or waits for it may be interrupted at any line. An executor of the
+    standard library has locks that could be left taken then, and would wait for ever.
     """
 
     def __init__(self, count: int, name: str) -> None:

@@ -25,7 +25,7 @@ METRICS = 12
 
 
 class Totals(msgspec.Struct):
-    """Sums over all versions that the bucket tells of."""
+    """Sums over all versions that the bucket lists."""
 
     versions: int = 0
     deltas: int = 0

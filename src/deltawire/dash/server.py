@@ -7,7 +7,7 @@
     GET /api/tensors?versions=41,42         changed weights per tensor
     GET /api/steps?version=41               how far weights moved
 
-The bucket is looked at when a page asks, at most once in LOOK_EVERY seconds: nobody looking costs nothing. Without a
+The bucket is looked at when a page asks, at most once in LOOK_EVERY seconds: no viewer, no cost. Without a
 token only this machine is answered, by the name it has here, so that no other site can read the run through a browser.
 """
 

@@ -101,7 +101,7 @@ class TrueVersions:
                 f"attach() knows TRL's own AsyncRolloutWorker, not {type(worker).__name__}: "
                 "let yours mark samples with the version in the server's answers"
             )
-        # before start(): the child is told which loop to run
+        # before start(): the child gets the loop to run
         worker._loop_cls = VersionedLoop
         if adapter_name is not None:
             worker._loop_cls = AdapterLoop

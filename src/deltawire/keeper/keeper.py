@@ -108,7 +108,7 @@ class KeptVersion:
 
 
 class KeptWeights(ModelTarget):
-    """A copy of the weights that remembers what the deltas of a sync have changed."""
+    """A copy of the weights that records what the deltas of a sync have changed."""
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
@@ -380,7 +380,7 @@ class Keeper:
         self._note("bad object", text)
 
     def _note(self, what: str, text: str) -> None:
-        """Let heartbeats tell of a trouble, or no more of it. It is logged once."""
+        """Put a problem into the heartbeats, or take it out. It is logged once."""
         if text and self._notes.get(what) != text:
             log.error("%s: %s", self.id, text)
         self._notes[what] = text
@@ -508,7 +508,7 @@ class Keeper:
         for view, url in self.options.views:
             jobs[f"the {view} of it at {open_store(url).url}"] = partial(self._derive, view, url, newest)
         for what, work in jobs.items():
-            # each in a thread of its own: a region that is cut off holds nobody up
+            # each in a thread of its own: a region that is cut off delays no other
             before = self._side_jobs.get(what)
             if before is None or before.done():
                 failed = before.exception() if before is not None else None

@@ -228,7 +228,7 @@ def _compile(tensors: Sequence[Tensor], plan: Plan, *, wide_levels: bool) -> Non
         dtypes = plan.position_dtype, plan.value_dtype
         rank, step = (torch.zeros(1, dtype=dtype, device=plan.device) for dtype in dtypes)
         changed = place(tensors, plan, found, counts, rank, step)
-    # the old bits over themselves: the smallest step is not none
+    # the old bits over themselves: even the smallest step would change them
     changed = replace(changed, new=changed.old)
     origins = Origins(torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1), 1)
     digest_change_by_group([str(number) for number in range(len(tensors))], changed, origins, plan=plan)

@@ -55,7 +55,7 @@ class DeviceBlock:
         with copying():
             parts = [read(region) for region in regions]
             self._units = torch.empty(int(ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
-            # few calls: each gives up the interpreter's lock, which other encoders are waiting for
+            # few calls: each releases the interpreter's lock, which other encoders are waiting for
             places = self._units.split_with_sizes(np.stack([sizes, spaces], 1).reshape(-1).tolist())
             torch._foreach_copy_(places[::2], parts)
 

@@ -53,7 +53,7 @@ def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[
     def place(tiles: slice) -> None:
         _add_bases(positions.numpy(), edges[tiles.start : tiles.stop + 1], bases[tiles], flat)
 
-    # few calls, and views of what was fetched: each call gives up the interpreter's lock, for which others are waiting
+    # few calls, and views of what was fetched: each call releases the interpreter's lock, for which others are waiting
     pieces = min(8, -(-changed.count // _WORTH_THREADS))
     cuts = [number * plan.tiles // max(pieces, 1) for number in range(pieces + 1)]
     for_each(place, [slice(*cut) for cut in pairwise(cuts)], pieces)

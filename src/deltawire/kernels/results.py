@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 
 
 class TooMany(Exception):
-    """More changed than the caller wants to have. Nothing was written."""
+    """More changed than the caller allows. Nothing was written."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} units changed")
@@ -161,7 +161,7 @@ Sheet = Mapping[str, npt.NDArray[Any]]
 
 
 def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, ClassRules]:
-    """Plan and rules of a sheet. Deltas of a run mostly have the same tiles: `plans` remembers."""
+    """Plan and rules of a sheet. Deltas of a run mostly have the same tiles, so `plans` caches them."""
     key = tuple(sheet[name].tobytes() for name in ("segments", "lengths", "row_cuts", "column_cuts"))
     plan = plans.get(key, lambda: Plan(tensors, _segments(sheet)))
     levels = None

@@ -451,7 +451,7 @@ class _GroupProof:
         others = [piece for piece in pieces if not _on_block_lines(piece.region)]
         views = [piece.view for piece in aligned]
         plan = kernels.flat_plan(views, unit=2) if aligned else None
-        # whoever moves a tensor makes another shard: where they lie is looked up once
+        # a tensor that moves gets another shard: where they lie is looked up once
         self._add = operations.prepare_digest(plan, views, _placed_keys(plan, aligned)) if plan is not None else None
         by_kernel = operations is not torch_ops
         wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]

@@ -55,8 +55,7 @@ class Failures:
         self.count, self.trouble = self.count + 1, str(error)
 
     def is_lost(self, step: Step) -> bool:
-        """Note that the store could not give a link. True after some attempts: then the object is to blame, not the
-        store."""
+        """Note that the store could not give a link. True after some attempts: then the object counts as lost."""
         return self._links.count(step) >= TRIES
 
     def skip(self, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the bucket knows of a replica: a small object that it writes again and again, for prune, log, fleet and dash."""
+"""Heartbeats of a replica: a small object in the bucket, written again and again, for prune, log, fleet and dash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
 
 SYNCS = 24
-"""Number of recent syncs that a heartbeat tells of; fewer where it would be larger than its readers allow."""
+"""Number of recent syncs in a heartbeat; fewer where it would be larger than its readers allow."""
 
 Status = tuple[str, int | None, int | None, Mapping[str, float]]
 """Id of the run, the version that clients get, the newest one, and the seconds of the last sync by phase."""

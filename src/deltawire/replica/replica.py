@@ -128,7 +128,7 @@ class Replica:
         name = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         beats = self._store if heartbeats is None else open_store(address_only(heartbeats))
         self.heartbeats = Heartbeats(beats, name, heartbeat, address, self._status)
-        """What the bucket is told of this replica."""
+        """The heartbeats of this replica."""
         self._trust, self._max_model_gb = Trust.of(trust, refuse_delegated), max_model_gb
         self._resolve = resolver(reference)
         self._as_target = partial(ModelTarget, strict=strict, prove=prove)

@@ -212,7 +212,7 @@ class HttpStore:
             fresh = _PAST_CACHES
         answer = self._once(method, key, headers | fresh, limit)
         if answer.status == 404 and answer.is_kept:
-            # whoever keeps a 404 hides what was published since
+            # a cache that keeps a 404 hides what was published since
             answer = self._once(method, key, headers | _PAST_CACHES, limit)
             if answer.status == 404 and answer.is_kept and not self._has_warned:
                 self._has_warned = True

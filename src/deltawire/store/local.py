@@ -86,7 +86,7 @@ class LocalStore:
         path = self._path(key)
         with self._border(key, reading=True), self._open(key, path) as file:
             size = os.fstat(file.fileno()).st_size
-            # Looked up before reading: `length` may come from a hostile header, and read() allocates what it is told.
+            # Looked up before reading: `length` may come from a hostile header, and read() allocates that much.
             if start + length > size:
                 raise TruncatedFile(f"{self._where(key)} ends at byte {size}, before byte {start + length}")
             file.seek(start)

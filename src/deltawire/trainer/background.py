@@ -112,7 +112,7 @@ class Background:
                 return None
             pending = self.waiting
             if pending is not None:
-                # in this order: whoever asks without the lock finds it in one of the two
+                # in this order: a thread that looks without the lock finds it in one of the two
                 self._in_flight.append(pending)
                 self.waiting = None
             return pending

@@ -220,7 +220,7 @@ class Captures:
             return sum((pending.result().shift for pending in self.pending), self._digest)
 
     def move(self, digest: StateDigest) -> None:
-        """The detector took weights over without a capture: those that it holds now have this digest."""
+        """Note the digest of the detector's weights, after it took them without a capture."""
         with self._lock:
             if self.pending:
                 raise RuntimeError("the weights captured last were replaced while captures of them are pending")

@@ -10,8 +10,8 @@ So the publisher that is there keeps the run, one started by mistake is refused,
 after half a minute. Clocks of clients are never compared. Only where the object is very old by the store's own clock,
 nothing is watched. With `takeover` neither is; the publisher before finds that out at its next check or renewal.
 
-Whoever finds an epoch that is not below its own has lost the run. Whoever finds a lower one puts its own back: that was
-written by a publisher that had lost the run and was paused between its look and its put.
+A publisher that finds an epoch not below its own has lost the run. One that finds a lower epoch puts its own back: that
+was written by a publisher that had lost the run and was paused between its look and its put.
 
 Where the store creates exclusively, the manifest is the last word: one version, one writer. Where it does not (`take`
 finds out), a new claim stands for a moment before it counts, and a commit is confirmed after it was made. Between the

@@ -49,7 +49,7 @@ _NOTICED = 0.5
 """Seconds until the end of a process is seen on all its connections."""
 
 _LOST, _NEVER_SENT = 1, 2
-"""Tags of messages: the number of a rank that has ended, and what nobody sends."""
+"""Tags of messages: the number of a rank that has ended, and one that is never sent."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -182,7 +182,7 @@ class Ranks(Group):
         self._agreed: Exception | None = None
         """The last error that all ranks raised."""
         self._exchanged = False
-        """Whether others have heard of this rank since `all_or_none` began."""
+        """Whether this rank has sent anything since `all_or_none` began."""
 
     def exchange(self, message: T) -> list[T]:
         heard: list[Any] = [None] * self.size

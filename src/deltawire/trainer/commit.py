@@ -85,7 +85,7 @@ class Committer:
     def open(cls, run: Run, files: Companions, claim: Claim, signing: Signing | None = None) -> Committer:
         """Take the run and read its summaries. Raises WriterConflict where another publisher writes to it."""
         if claim.takeover:
-            # nobody is replaced by a publisher that may not sign
+            # first: a publisher that may not sign replaces no other
             _rotations(run, _newest(run, signing), signing)
         claim.take(run)
         try:
@@ -100,7 +100,7 @@ class Committer:
 
     @property
     def versions_of_key(self) -> dict[int, Summary]:
-        """The versions that a reader can use who trusts this publisher's key alone: none after a rotation."""
+        """The versions that a reader with this publisher's key alone can use: none after a rotation."""
         signer = self._signing.key.public if self._signing else ""
         return self.versions if self.newest is None or self.newest.signer == signer else {}
 

@@ -49,7 +49,7 @@ class Companions:
         """`given` are contents by name, or a checkpoint folder. They replace all files of the version before; None
         keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one. The
         tokenizer beside the checkpoint that the model was loaded from is published where there would be none. With a
-        view, config.json tells of it."""
+        view, config.json says so."""
         self._given = _read(given) if isinstance(given, Path) else given
         self._tokenizer, self._wire_dtype, self._view = tokenizer, wire_dtype, view
         self._found: Mapping[str, bytes] | None = None

@@ -131,8 +131,8 @@ class Detector(Protocol):
         return done(work())
 
     def writer(self) -> Callable[[Sequence[Change]], None]:
-        """What takes over a part of the model: the rest stays as it was captured last. Only in host memory; elsewhere
-        `load` takes over all of it. After another `load` it writes to nothing that is looked at."""
+        """A function that writes changes into the copy; the rest of it stays as it was captured last. Only in host
+        memory; elsewhere `load` replaces all of it. After another `load` it writes to a copy that is not used."""
         return lambda changes: None
 
     def close(self) -> None:

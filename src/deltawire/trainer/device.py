@@ -107,7 +107,7 @@ class DeviceCopy:
         return kernels.read_region(self._units(region.tensor.name), region)
 
     def copy(self, region: Region) -> Tensor:
-        # each call into torch gives up the interpreter's lock, for which encoders are waiting: once is enough
+        # each call into torch releases the interpreter's lock, for which encoders are waiting: once is enough
         found = self._views.get(region)
         if found is None:
             found = self._views[region] = self._units(region.tensor.name)[region.start : region.start + region.units]
@@ -130,8 +130,8 @@ class _Streamed:
 class PinnedCopy:
     """Weights captured last in pinned host memory: they visit the device a block at a time to be compared there.
 
-    The trainer waits for the visit and nothing else. What differs stays on the device until the thread that fetches it,
-    or whoever needs the captured weights before that, brings it to the host and writes it there.
+    The trainer waits for the visit and nothing else. What differs stays on the device until it is fetched and
+    written to the host: by a thread, or before that by a caller that needs the captured weights.
     """
 
     copy = shift = None
@@ -428,7 +428,7 @@ class DeviceDetector(Detector):
     def _counting(self) -> Iterator[None]:
         """On the stream where old weights are counted: what is copied from live ones must not wait for that.
 
-        One encoder at a time: each call into torch gives up the interpreter's lock, and with many threads after it, the
+        One encoder at a time: each call into torch releases the interpreter's lock, and with many threads after it, the
         trainer's among them, passing it on takes longer than the work.
         """
         if self._stream is None:
@@ -440,7 +440,7 @@ class DeviceDetector(Detector):
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Beside training. Nobody waits here: who counts, or writes the next capture, does so after the copy."""
+        """Copy beside training, without waiting. What counts, or writes the next capture, comes after the copy."""
         if self._stream is None:
             yield
             return

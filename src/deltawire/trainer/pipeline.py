@@ -503,7 +503,7 @@ class Pipeline:
 
     @contextmanager
     def _two_answers(self, captures: Captures) -> Iterator[None]:
-        """Where the chain and the weights give a version two digests, what was captured is not to be trusted."""
+        """Drop what was captured where the chain and the weights give a version two digests."""
         try:
             yield
         except DigestMismatch:

@@ -169,7 +169,7 @@ class Publisher:
         self._busy: int | None = None
         """The thread that captures or closes right now."""
         self._group = group
-        # not closed but forgotten: the thread that renews the claim must not keep this object
+        # where it is dropped without `close`: the thread that renews the claim must not keep this object
         weakref.finalize(self, claim.drop).atexit = False
         self._shared = Later[Pipeline]()
         """That of all ranks. Made in a thread, which goes on where this one is interrupted: others wait for it."""

@@ -85,7 +85,7 @@ _compressors = threading.local()
 
 
 def squeeze(streams: Sequence[bytes]) -> list[tuple[StreamRecord, bytes]]:
-    """Compress streams where that pays; all in one call, since each gives up the interpreter's lock."""
+    """Compress streams where that pays; all in one call, since each call releases the interpreter's lock."""
     if not hasattr(_compressors, "own"):
         _compressors.own = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
     some = [data for data in streams if data]

@@ -105,7 +105,7 @@ def _write(
     positions: Any, old: Any, new: Any, counts: Any, shift: int, signed: bool, gaps: Any, low: Any, steps: Any,
     wide: Any,
 ) -> Any:  # fmt: skip
-    """All streams, and how much of `gaps` and `wide` is used. One call: each gives up the interpreter's lock."""
+    """All streams, and how much of `gaps` and `wide` is used. One call: each releases the interpreter's lock."""
     return _write_gaps(positions, counts, shift, gaps, low), _write_steps(old, new, signed, steps, wide)
 
 

@@ -76,7 +76,7 @@ class WorkerError(ChainError):
 
 
 class NodeUnavailable(StoreError):
-    """A node cannot read the run now, or its bucket is behind; nothing was changed. The version is not to blame, and is
+    """A node cannot read the run now, or its bucket is behind; nothing was changed. The version is sound and is
     tried again: another path to it would be just as far away."""
 
 
@@ -91,7 +91,7 @@ class Node:
         self._decoder: Decoder | None = None
         """Decodes for ranks whose weights are on devices, while its process runs."""
         self._opening: Open | None = None
-        """What that process is told first; None where weights are in host memory."""
+        """The first message to that process; None where weights are in host memory."""
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         """Files that ranks read from, until the swap is over."""
         self._delta: StageDelta | None = None

@@ -77,7 +77,7 @@ class _VLLMLoading(LoadingAdapter):
 
 
 class _Noting:
-    """Stands for a layer while vLLM puts an adapter in place, and notes what it is told to copy."""
+    """Stands for a layer while vLLM puts an adapter in place, and notes the copies that it should make."""
 
     def __init__(self, module: Any, copies: deque[Callable[[], None]]) -> None:
         self.set_lora = lambda *args: copies.append(partial(module.set_lora, *args))

@@ -77,7 +77,7 @@ class BlockEncoder:
         dtype = lookup(changes[0].region.tensor.dtype)
         self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
-        # all regions at once: each call gives up the interpreter's lock, which other blocks are waiting for
+        # all regions at once: each call releases the interpreter's lock, which other blocks are waiting for
         positions, old, new = units
         positions = positions.astype(np.uint32, copy=False)
         shapes = np.array([walked(change.region.rows, change.region.columns) for change in changes], np.int64)
@@ -147,7 +147,7 @@ class BlockEncoder:
             histogram, groups = (np.zeros((CLASSES, SYMBOLS), np.int64) for _ in range(2))
             tables = np.empty(CLASSES * (SYMBOLS + 1), np.uint16)
             floats, counts = np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64)
-            # one call: each gives up the interpreter's lock, and waits behind all other threads to have it back
+            # one call: each releases the interpreter's lock, and waits behind all other threads to get it back
             size, spread, count = _code_tiles(
                 n, k, ranks, zigzags, tiles, models(), SPREADS, weights, changed, histogram, groups, per_tile, tables,
                 floats, counts, rates, inverse, offsets, scaled, lengths, table, out, sizes,
