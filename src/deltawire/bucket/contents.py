@@ -6,17 +6,16 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
-from blake3 import blake3
-
 from ..core.codecs import packed
 from ..core.describe import FileContents, TensorPart
 from ..core.dtypes import lookup
-from ..core.errors import DeltawireError, HashMismatch
+from ..core.errors import DeltawireError
 from ..core.manifest import Blob, Link
 from ..core.parallel import REQUESTS, ordered_map
 from ..core.ulps import Histogram, in_ulps
 from ..store import Store
 from .fetch import fetch
+from .parts import fetch_head
 from .replay import checkout
 from .run import Run
 from .walk import Walker, fetch_link
@@ -29,9 +28,7 @@ def opened(store: Store, blob: Blob, *, whole: bool) -> Iterator[FileContents]:
         with fetch(store, blob) as data:
             yield FileContents(data.read, data.size)
         return
-    head = store.get_range(blob.key, 0, blob.head_size)
-    if blake3(head).hexdigest(length=16) != blob.head_hash:
-        raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
+    head = fetch_head(store, blob)
     yield FileContents(lambda start, length: head[start : start + length], blob.size)
 
 

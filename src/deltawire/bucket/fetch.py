@@ -1,7 +1,7 @@
-"""Fetch a data object whole and checked.
+"""Fetch a data object, whole or those parts of it that a reader needs, and check it.
 
 Small objects stay in memory, larger ones in a file in memory, large ones go to a temporary file. Where the processes of
-a host share a cache, objects are kept and read there.
+a host share a cache, objects are kept and read there, whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import mmap
 import os
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -35,18 +37,28 @@ Progress = Callable[[int], None]
 
 
 class FetchedObject:
-    """The bytes of an object: in memory, or in an open file where there is a descriptor."""
+    """The bytes of an object: in memory, or in an open file where there is a descriptor; or of some parts of it."""
 
     def __init__(self, size: int, descriptor: int = -1, *, in_memory: bool = False) -> None:
         """`in_memory`: whether the descriptor is of a file in memory, which can always be mapped."""
         self.size = size
         self.hashing_s = 0.0
         """Seconds of the fetch spent on the hash; 0 where another process of this host has done it."""
+        self.fetched = size
+        """Bytes that were fetched for it."""
+        self.parts: list[tuple[int, int]] | None = None
+        """First and last byte + 1 of the ranges that are here, ascending; None for all of it."""
         self._data = bytearray(size if descriptor < 0 else 0)
         self._descriptor = descriptor
         self._in_memory = in_memory
 
     def read(self, start: int, length: int) -> bytes:
+        """Return bytes of it. RuntimeError for bytes that were not fetched."""
+        if self.parts is not None:
+            at = bisect_right(self.parts, start, key=lambda part: part[0]) - 1
+            if length and (at < 0 or start + length > self.parts[at][1]):
+                end = start + length
+                raise RuntimeError(f"bytes {start:,} to {end:,} were not fetched: what they change is not held")
         if self._descriptor < 0:
             return bytes(memoryview(self._data)[start : start + length])
         parts = []
@@ -60,6 +72,15 @@ class FetchedObject:
         """Yield all bytes, a few megabytes at a time."""
         for start in range(0, self.size, PART):
             yield self.read(start, min(PART, self.size - start))
+
+    def save(self, path: Path) -> None:
+        """Write it to a file, with holes where it was not fetched."""
+        with open(path, "wb") as out:
+            out.truncate(self.size)
+            for first, end in [(0, self.size)] if self.parts is None else self.parts:
+                out.seek(first)
+                for start in range(first, end, PART):
+                    out.write(self.read(start, min(PART, end - start)))
 
     def write(self, start: int, data: bytes) -> None:
         if self._descriptor < 0:
@@ -122,6 +143,19 @@ def fetch(
         return _download_or_close(store, blob, fetched, progress, one_of)
     with spooling(f"the {blob.size:,} bytes of {blob.key}"):
         return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of)
+
+
+def room_for(blob: Blob | File, size: int, one_of: int) -> FetchedObject:
+    """Make room for so many bytes of an object, of which the others take none: in memory if these are few."""
+    descriptor = _file_in_memory() if size <= IN_MEMORY // one_of else -1
+    with spooling(f"{size:,} bytes of {blob.key}"):
+        into = FetchedObject(blob.size, descriptor if descriptor >= 0 else _temporary())
+        try:
+            os.truncate(into._descriptor, blob.size)
+        except BaseException:
+            into.close()
+            raise
+        return into
 
 
 def _file_in_memory() -> int:

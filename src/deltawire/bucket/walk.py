@@ -16,6 +16,7 @@ import msgspec
 
 from ..core import added, chain, full
 from ..core.chain import Step
+from ..core.container import Read
 from ..core.digest import StateDigest
 from ..core.errors import (
     DAMAGE,
@@ -26,11 +27,14 @@ from ..core.errors import (
     ReferenceUnavailable,
     StoreUnavailable,
 )
+from ..core.held import Held, Part
 from ..core.manifest import Blob, Link, Manifest, Summary
 from ..core.parallel import Later, Workers, ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaClaim, DeltaFile, open_delta
+from .cache import shared_cache
 from .fetch import CONNECTIONS, FetchedObject, Progress, fetch
+from .parts import fetch_parts
 from .references import Resolve, reference_source
 from .run import Run
 
@@ -73,11 +77,13 @@ class Walker:
         *,
         begin: Callable[[list[Step]], bool] = lambda steps: True,
         progress: Progress | None = None,
+        held: Callable[[], Held | None] = lambda: None,
     ) -> Iterator[tuple[Step, Later[FetchedLink]]]:
         """Yield the steps to `want` with their objects, until `have()` is `want`.
 
         The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
-        `begin` is called with each plan before anything is fetched; if it returns False, another plan is made.
+        `begin` is called with each plan before anything is fetched; if it returns False, another plan is made. `held`
+        is called then: what the caller holds, for `fetch_link`.
 
         When no way is left, raises the StoreUnavailable for which a link was rejected, since there may be a way later;
         else the last failure, or MissingBase where nothing failed. After chain.MAX_PLANS plans the same.
@@ -93,7 +99,7 @@ class Walker:
                 raise MissingBase(f"no path leads from version {have()} to {want} in {self._run.store.url}") from None
             if begin(steps):
                 self._must_plan = False
-                for item in prefetch(self._run, steps, progress):
+                for item in prefetch(self._run, steps, progress, held=held()):
                     yield item
                     if self._must_plan:
                         break
@@ -209,13 +215,18 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class FetchedLink:
-    """A link of a version with all its objects, whose hashes have been checked."""
+    """A link of a version with its objects, or what was needed of them, whose hashes have been checked."""
 
     run: Run
     manifest: Manifest
     link: Link
     objects: list[FetchedObject]
     """One per object of the link."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were fetched; of a reference, those of the weights."""
+        return self.link.nbytes + sum(data.fetched for data in self.objects)
 
     def delta(self, present: StateDigest | None = None) -> Delta:
         """The objects as a delta, not opened yet. `present` is the digest of what it is to be applied to."""
@@ -243,12 +254,12 @@ class FetchedLink:
 
 
 def prefetch(
-    run: Run, steps: Sequence[Step], progress: Progress | None = None, *, shared: bool = True
+    run: Run, steps: Sequence[Step], progress: Progress | None = None, *, shared: bool = True, held: Held | None = None
 ) -> Iterator[tuple[Step, Later[FetchedLink]]]:
     """Yield the steps of a plan in order, and fetch the objects of the next ones meanwhile.
 
     The result raises what went wrong with the step's manifest or objects. A link is closed when the next is asked for.
-    `shared` as in `fetch`.
+    `shared` and `held` as in `fetch_link`.
     """
     waiting: deque[tuple[int, Later[FetchedLink]]] = deque()
     todo = deque(range(len(steps)))
@@ -267,7 +278,7 @@ def prefetch(
                 f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest "
                 f"says {link.bytes:,}"
             )
-        fetched[number] = found = fetch_link(run, manifest, link, progress, shared=shared)
+        fetched[number] = found = fetch_link(run, manifest, link, progress, shared=shared, held=held)
         if number in done or workers.closed:
             close(number)
         return found
@@ -294,14 +305,35 @@ def prefetch(
 
 
 def fetch_link(
-    run: Run, manifest: Manifest, link: Link, progress: Progress | None = None, *, shared: bool = True
+    run: Run,
+    manifest: Manifest,
+    link: Link,
+    progress: Progress | None = None,
+    *,
+    shared: bool = True,
+    held: Held | None = None,
 ) -> FetchedLink:
-    """Fetch all objects of a link and check their hashes. `shared` as in `fetch`."""
+    """Fetch all objects of a link and check their hashes.
+
+    shared   as in `fetch`
+    held     what the reader holds of the model: parts of objects that change nothing of it are not fetched, unless the
+             processes of this host share a cache, which has whole objects
+    """
     # one object, or the small ones of many writers
     count = len(link.objects)
+    in_parts = held is not None and not (shared and shared_cache(run.store))
+
+    def needed(read: Read, size: int) -> list[Part] | None:
+        assert held is not None
+        if link.kind == "delta":
+            return DeltaFile(read, size, run.schema).needed(held)
+        return full.needed(full.FullFile(read, size), run.schema, held)
+
     with ExitStack() as opened:
 
         def one(blob: Blob) -> FetchedObject:
+            if in_parts and (some := fetch_parts(run.store, blob, needed, progress, one_of=count)) is not None:
+                return opened.enter_context(some)
             return opened.enter_context(fetch(run.store, blob, progress, shared=shared, one_of=count))
 
         found = FetchedLink(run, manifest, link, list(ordered_map(one, link.objects, min(count, CONNECTIONS))))

@@ -466,8 +466,12 @@ def write_checkpoint(
     *,
     stem: str = "model",
     progress: Callable[[int], None] | None = None,
+    held: Held | None = None,
 ) -> None:
-    """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
+    """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist.
+
+    held   write only rows of which something is held, for readers of no others; there are holes in place of the rest
+    """
     shards: list[list[TensorSpec]] = []
     room = 0
     for tensor in (region.tensor for region in sorted(map(whole, source.schema.tensors), key=_file_order)):
@@ -482,11 +486,17 @@ def write_checkpoint(
     names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
-            out.write(container.build(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}))
-            for chunk in _chunks(map(whole, shard), source.region):
-                out.write(chunk)
-                if progress:
-                    progress(chunk.nbytes)
+            at = out.write(container.build(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}))
+            out.truncate(at + sum(tensor.nbytes for tensor in shard))
+            for tensor in shard:
+                row = tensor.columns * tensor.unit_size
+                for first, end in [(0, tensor.rows)] if held is None else held.rows(tensor):
+                    out.seek(at + first * row)
+                    for chunk in _chunks([Region(tensor, first, end - first, 0, tensor.columns)], source.region):
+                        out.write(chunk)
+                        if progress:
+                            progress(chunk.nbytes)
+                at += tensor.nbytes
             out.flush()
             os.fsync(out.fileno())
     if n > 1:

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .change import Region
+from .schema import Schema, TensorSpec
+
+MOST = 0.7
+"""Share of an object, or of a model, from which all of it is fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,11 @@ class Held:
         for region in regions:
             self._by_tensor.setdefault(region.tensor.name, {})[region] = None
 
+    def rows(self, tensor: TensorSpec) -> list[tuple[int, int]]:
+        """First and last row + 1 of the rows of a tensor of which something is held, ascending and apart."""
+        regions = self._by_tensor.get(tensor.name, ())
+        return _joined(sorted((region.row, region.row + region.rows) for region in regions), 0)
+
     def common(self, region: Region) -> list[Region]:
         """What is held of a region."""
         found = (region.meet(mine) for mine in self._by_tensor.get(region.tensor.name, ()))
@@ -38,6 +47,12 @@ class Held:
     def meets(self, region: Region) -> bool:
         """Whether any of a region is held."""
         return any(region.meet(mine) for mine in self._by_tensor.get(region.tensor.name, ()))
+
+
+def part_of(schema: Schema, regions: Iterable[Region]) -> Held | None:
+    """Return what a reader holds of a model; None if that is most of it, and objects are better fetched whole."""
+    apart = dict.fromkeys(regions)
+    return Held(apart) if sum(region.nbytes for region in apart) <= MOST * schema.nbytes else None
 
 
 def ranges(parts: Iterable[Part], gap: int, most: int) -> list[tuple[int, int]]:

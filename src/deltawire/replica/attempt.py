@@ -15,11 +15,12 @@ from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import DAMAGE, DeltawireError, DigestMismatch, MissingBase, StoreUnavailable, VersionNotFound
 from ..core.full import Source
+from ..core.held import Held, part_of
 from ..core.state import State
 from .failures import Failures
 from .heartbeats import Heartbeats
 from .live_weights import LiveWeights
-from .target import Update
+from .target import PartTarget, Update
 
 log = logging.getLogger("deltawire")
 
@@ -50,14 +51,15 @@ class Attempt:
                 progress(count)
 
         try:
-            for step, pending in self._walker.walk(self._start, self._want, begin=self._begin, progress=told):
+            walk = self._walker.walk(self._start, self._want, begin=self._begin, progress=told, held=self._held)
+            for step, pending in walk:
                 try:
                     clock = time.perf_counter()
                     fetched = pending.result()
                     waited = time.perf_counter() - clock
                     verify = min(waited, sum(data.hashing_s for data in fetched.objects))
                     self._note({"fetch": waited - verify, "verify": verify})
-                    self.fetched += fetched.link.bytes
+                    self.fetched += fetched.bytes
                     self._take(step, fetched, resolve)
                 except (*DAMAGE, StoreUnavailable) as error:
                     self._go_round(step, error)
@@ -77,6 +79,12 @@ class Attempt:
         leads_back = present is not None and steps[0].version < present
         self._copy = State(self._run.schema) if len(steps) > 1 and (leads_back or not target.takes_deltas) else None
         return True
+
+    def _held(self) -> Held | None:
+        """What the target holds of the model, if it needs no more of the objects than that."""
+        target = self._weights.target
+        regions = target.holds() if self._copy is None and isinstance(target, PartTarget) else None
+        return None if regions is None else part_of(self._run.schema, regions)
 
     def _reserve(self, steps: list[Step]) -> bool:
         """Announce in the heartbeat what is about to be read, so that prune leaves it. False if some of it is marked.

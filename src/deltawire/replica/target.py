@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..bucket.run import Run
 from ..bucket.walk import Delta
-from ..core.change import Change, compare, digest_shift, regions, whole
+from ..core.change import Change, Region, compare, digest_shift, regions, whole
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
 from ..core.full import Source, digest_of
@@ -198,6 +198,20 @@ class Target(Protocol[S]):
         On a failure of an undoable update, restore the previous weights, then raise. Raises NotRestored if they could
         not be restored.
         """
+        ...
+
+
+@runtime_checkable
+class PartTarget(Protocol):
+    """A `Target` of which this process has a part, and others the rest: ranks of an engine on several nodes.
+
+    A replica then fetches what changes this part, and the content of an update has no more. Digests are those of whole
+    versions all the same: `digest` and `stage` add up the sums of all parts, so that all of them prove a version
+    together, or none does.
+    """
+
+    def holds(self) -> Sequence[Region] | None:
+        """The regions that are here; None if the next versions are needed whole. Called before each fetch."""
         ...
 
 

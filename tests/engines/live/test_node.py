@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,18 @@ import torch
 from test_follower import World, tensors
 from test_follower import loop as loop
 
+from deltawire.bucket import parts, walk
+from deltawire.bucket.walk import FetchedLink, fetch_link
+from deltawire.core import change, full
 from deltawire.core.errors import NotRestored
 from deltawire.core.full import write_checkpoint
+from deltawire.core.held import Held
 from deltawire.core.schema import Schema
+from deltawire.engines.live import node as node_module
 from deltawire.engines.live import rank as rank_module
+from deltawire.engines.live.channel import serve
 from deltawire.engines.live.decoder import Decoder
-from deltawire.engines.live.messages import DecodeRanks, DigestFolder, Open, Take, ToNode
+from deltawire.engines.live.messages import Connect, DecodeRanks, DigestFolder, Take, ToNode
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
 from deltawire.engines.live.target import OF_NO_VERSION
 from deltawire.replica.device import DeviceShard
@@ -129,10 +137,93 @@ def test_ranks_on_devices_of_two_nodes(
     assert bool(borrowed) == borrows
 
 
+class NodeThread:
+    """`NodeProcess` in this process."""
+
+    def __init__(self, folder: Path, host: str, secret: bytes) -> None:
+        listener = socket.create_server((host, 0))
+        self.address = listener.getsockname()
+        serve(listener, ToNode, partial(node_module._answer, Node(folder)), secret=secret)
+
+    def close(self) -> None: ...
+
+
+class Fetched:
+    """What each of two nodes fetched: bytes, and those of all objects."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here: list[tuple[int, int]] = []
+        self.away: list[tuple[int, int]] = []
+        for module, where in ((walk, self.here), (node_module, self.away)):
+            monkeypatch.setattr(module, "fetch_link", partial(self._fetch, fetch_link, where))
+
+    @staticmethod
+    def _fetch(fetch: Any, where: list[tuple[int, int]], *args: Any, **options: Any) -> FetchedLink:
+        found: FetchedLink = fetch(*args, **options)
+        where.append((found.bytes, found.link.bytes))
+        return found
+
+
+@pytest.fixture
+def halves(
+    request: pytest.FixtureRequest, tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[World, Fetched]]:
+    """Two ranks on each of two nodes, and objects as those of a large model."""
+    for function in (change.blocks, change.pieces):
+        monkeypatch.setattr(function, "__defaults__", (4096,))
+    monkeypatch.setattr(full, "anchor", partial(full.anchor, part=4096))
+    monkeypatch.setattr(parts, "SMALL", 0)
+    monkeypatch.setattr(parts, "GAP", 0)
+    # a third of the weights are cut by columns, of which blocks and anchors have whole rows
+    monkeypatch.setattr(parts, "MOST", 0.9)
+    monkeypatch.setattr(rank_module, "NodeProcess", NodeThread)
+    fetched = Fetched(monkeypatch)
+    store = open_store(str(tmp_path / "run"))
+    world = World(tmp_path, store, loop, 4, encoding=getattr(request, "param", "context"))
+    for rank in world.client.ranks[2:]:
+        rank.node, rank._host = "another", lambda: "127.0.0.1"
+    yield world, fetched
+    world.publisher.close()
+
+
+@pytest.mark.parametrize("halves", ["context", pytest.param("packed", marks=pytest.mark.slow)], indirect=True)
+def test_each_node_fetches_what_it_holds(halves: tuple[World, Fetched]) -> None:
+    """Of deltas and of anchors. What is damaged where one node needs it is found there."""
+    world, fetched = halves
+    assert world.sync() == 0
+    world.publish(density=0.2)
+    assert world.sync() == 1
+    world.holds(1)
+    # another way: the anchor of version 0
+    assert world.sync(0) == 0
+    world.holds(0)
+    assert len(fetched.here) == len(fetched.away) == 2
+    for mine, everything in (*fetched.here, *fetched.away):
+        assert 0.5 < mine / everything < 0.85
+
+    # damaged where the second node alone needs it: it is named, and nothing was changed
+    assert world.publish(density=0.2) == 2
+    assert world.sync(1) == 1
+    run = world.follower.replica.opened()
+    manifest = run.manifest(2)
+    (blob,) = manifest.main.objects
+    with fetch_link(run, manifest, manifest.main, held=Held(world.target.holds() or ())).objects[0] as some:
+        assert some.parts is not None
+        elsewhere = next(n for n in range(blob.size - 1, 0, -1) if not any(a <= n < b for a, b in some.parts))
+    sound = world.store.get(blob.key).data
+    world.store.put(blob.key, sound[:elsewhere] + bytes([sound[elsewhere] ^ 1]) + sound[elsewhere + 1 :])
+    with pytest.raises(WorkerError, match=f"the node of rank 2: HashMismatch: {blob.key} has the hash"):
+        world.sync()
+    world.holds(1)
+    world.store.put(blob.key, sound)
+    assert world.sync() == 2
+    world.holds(2)
+
+
 def test_a_decoder_that_is_lost_is_started_again(tmp_path: Path) -> None:
     """As often as it is lost. What it cannot do twice in a row is an error of the version."""
     node = Node(tmp_path)
-    node.call(Open(Schema.build(()), []))
+    node.call(Connect([], [], Schema.build(()), [], decodes=True))
     try:
         assert node._decoder is not None
         node._decoder._process.kill()

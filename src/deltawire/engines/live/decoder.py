@@ -22,6 +22,7 @@ from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.container import open_file
 from ...core.errors import ChainError
+from ...core.held import Held
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
 from ...core.sparse import open_delta
@@ -84,6 +85,7 @@ class _Process:
     def __init__(self) -> None:
         self._schema = Schema.build(())
         self._ranks: list[DevicePieces] = []
+        self._held = Held(())
         self._tiles: list[list[Tiles]] = []
 
     def call(self, message: ToDecoder) -> Answer:
@@ -100,6 +102,7 @@ class _Process:
     def _open(self, message: Open) -> Answer:
         self._schema = message.schema
         self._ranks = [DevicePieces(pieces) for pieces in message.ranks]
+        self._held = Held(piece for pieces in message.ranks for piece in pieces)
         return {}
 
     @_do.register
@@ -110,7 +113,9 @@ class _Process:
         self._tiles = [[] for _ in self._ranks]
         try:
             for file in files:
-                for block in ordered_map(lambda ref, f=file: self._cut(f.read(ref)), file.blocks, _threads()):  # type: ignore[misc]
+                # of a part of a file only these blocks are there
+                mine = [ref for ref in file.blocks if ref.meets(self._held)]
+                for block in ordered_map(lambda ref, f=file: self._cut(f.read(ref)), mine, _threads()):  # type: ignore[misc]
                     for n, (cut_moves, cut_tiles) in enumerate(block):
                         moves[n] += cut_moves
                         self._tiles[n] += cut_tiles

@@ -145,14 +145,19 @@ class DecodeRanks(Message):
 ToDecoder = Open | Read | DecodeRanks
 
 
-# ── to a node; also Open, for its decoder, and Digest and Forget, for its ranks ──────────────────────────────────────
+# ── to a node; also Digest and Forget, for its ranks ─────────────────────────────────────────────────────────────────
 
 
 class Connect(Message):
-    """Connect to the ranks."""
+    """Connect to the ranks, and fetch and decode for them."""
 
     numbers: list[int]
     sockets: list[str]
+    schema: Schema
+    ranks: list[list[Region]]
+    """The pieces of each."""
+    decodes: bool
+    """Whether a process of the node decodes deltas, once for all ranks: those that hold their weights on devices."""
 
 
 class DigestFolder(Message):
@@ -171,6 +176,8 @@ class Fetch(Message):
     base: StateDigest
     claim: DeltaClaim | None
     """Of a delta; None for full weights."""
+    anchor: bool
+    """Whether it is the full weights of the version's anchor."""
     reloads: bool
 
 
@@ -194,4 +201,4 @@ class Reload(Message):
     prove: bool
 
 
-ToNode = Connect | Open | DigestFolder | Fetch | Give | Take | Reload | Digest | Forget
+ToNode = Connect | DigestFolder | Fetch | Give | Take | Reload | Digest | Forget

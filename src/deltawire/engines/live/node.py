@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial, singledispatchmethod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,14 +25,15 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ...bucket.references import as_run
+from ...bucket.references import as_run, resolver
 from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.walk import Delta, FetchedLink, fetch_link
 from ...core import full
 from ...core.change import Region
 from ...core.dtypes import Bits, lookup
-from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
+from ...core.errors import DAMAGE, ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
+from ...core.held import Held, part_of
 from ...replica.target import UNCHANGED, Update
 from ..options import ServerOptions
 from . import arrays
@@ -86,6 +87,8 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.numbers: list[int] = []
         """Which ranks of the server are here."""
+        self.regions: list[Region] = []
+        """What they hold of the model."""
         self._folder = folder
         self._ranks: list[Caller] = []
         self._decoder: Decoder | None = None
@@ -107,14 +110,11 @@ class Node:
         for caller in self._ranks:
             caller.close()
         self.numbers, self._ranks = message.numbers, [Caller(path) for path in message.sockets]
-        return []
-
-    @call.register
-    def _open(self, message: Open) -> list[Any]:
-        """Decode deltas in a process of its own, once for all ranks here."""
-        self._opening = message
+        self.regions = list(dict.fromkeys(piece for pieces in message.ranks for piece in pieces))
         self._end_decoder()
-        self._decoding(lambda _: None)
+        self._opening = Open(message.schema, message.ranks) if message.decodes else None
+        if self._opening is not None:
+            self._decoding(lambda _: None)
         return []
 
     def _decoding(self, work: Callable[[Decoder], _T]) -> _T:
@@ -171,9 +171,10 @@ class Node:
         folder = Path(self._staging.name)
         if isinstance(update.content, Delta):
             return self._stage_delta(update.content, folder)
-        full.write_checkpoint(folder, update.content)
         if not reloads:
+            full.write_checkpoint(folder, update.content, held=Held(self.regions))
             return self._ask_ranks(StageFull(str(folder)))
+        full.write_checkpoint(folder, update.content)
         update.require(full.digest_of(update.content), UNCHANGED)
         return [{} for _ in self._ranks]
 
@@ -183,27 +184,44 @@ class Node:
         # this node may have a bucket of its own that is nearer
         run = Run.open(chosen.run or message.run)
         version, to, base, claim = message.version, message.digest, message.base, message.claim
-        if claim is None:
-            weights = checkout(run, version, reference=chosen.reference)
-            return self.stage(Update(version, to, base, weights), message.reloads)
+        held = None if message.reloads else part_of(run.schema, self.regions)
 
-        def fetch() -> FetchedLink:
+        def fetch(kind: str, base: int | None) -> FetchedLink:
             manifest = run.manifest(version)
-            return fetch_link(run, manifest, run.link(manifest, "delta", claim.base))
+            return fetch_link(run, manifest, run.link(manifest, kind, base), held=held)
 
-        fetched = run.anywhere(fetch)
+        with ExitStack() as opened:
+            content: Delta | full.Source
+            if claim is not None:
+                fetched = opened.enter_context(closing(run.anywhere(lambda: fetch("delta", claim.base))))
+                content = Delta(run.schema, claim, fetched.objects)
+            elif message.anchor and (anchored := self._anchor(run, fetch)) is not None:
+                fetched, content = anchored
+                opened.enter_context(closing(fetched))
+            else:
+                content = checkout(run, version, reference=chosen.reference)
+            return self.stage(Update(version, to, base, content), message.reloads)
+
+    def _anchor(
+        self, run: Run, fetch: Callable[[str, int | None], FetchedLink]
+    ) -> tuple[FetchedLink, full.Source] | None:
+        """The full weights of an anchor, as far as they are held here; None if it cannot be used."""
         try:
-            return self.stage(Update(version, to, base, Delta(run.schema, claim, fetched.objects)), message.reloads)
-        finally:
-            fetched.close()
+            fetched = run.anywhere(lambda: fetch("anchor", None))
+            try:
+                return fetched, fetched.weights(resolver(None))
+            except BaseException:
+                fetched.close()
+                raise
+        except DAMAGE as error:
+            log.warning("cannot use an anchor: %s", error)
+            return None
 
     def _stage_delta(self, delta: Delta, folder: Path) -> list[Answer]:
         files = []
         for number, data in enumerate(delta.files):
             files.append(str(folder / f"{number}.delta"))
-            with open(files[-1], "wb") as out:
-                for chunk in data.chunks():
-                    out.write(chunk)
+            data.save(Path(files[-1]))
         staged = self._delta = StageDelta(files, delta.claim, [])
         answers = self._decoding(lambda decoder: self._received(decoder, staged)) if self._opening else None
         return answers if answers is not None else self._decoded([])
@@ -281,7 +299,8 @@ class RemoteNode:
 
     def stage(self, update: Update, reloads: bool) -> list[Answer]:
         claim = update.content.claim if isinstance(update.content, Delta) else None
-        return self.call(Fetch(update.url, update.version, update.digest, update.before, claim, reloads))
+        anchor = isinstance(update.content, full.Anchor)
+        return self.call(Fetch(update.url, update.version, update.digest, update.before, claim, anchor, reloads))
 
     def call(self, message: ToNode) -> list[Any]:
         for last in (False, True):

@@ -95,6 +95,10 @@ class EngineTarget:
     def takes_deltas(self) -> bool:
         return not self.refused
 
+    def holds(self) -> list[Region] | None:
+        """The regions that ranks of this node hold; None if versions are needed whole."""
+        return None if self.refused or len(self._nodes) < 2 else self._here.regions
+
     @property
     def guard(self) -> str:
         """ "patch", or why weights are reloaded in full; empty before the first sync."""
@@ -137,17 +141,16 @@ class EngineTarget:
             at.setdefault(answer["node"], []).append(number)
         decodes = not self.refused and not self._audits
 
-        def opening(numbers: list[int]) -> messages.Open:
-            return messages.Open(schema, [ranks[number] for number in numbers])
+        def connecting(numbers: list[int], found: list[Answer]) -> messages.Connect:
+            pieces = [ranks[number] for number in numbers]
+            return messages.Connect(numbers, [answer["socket"] for answer in found], schema, pieces, decodes)
 
         def connect(name: str) -> Caller:
             numbers, secret = at[name], secrets.token_bytes(SECRET)
             found = self._listening(name, numbers, f"deltawire-{secrets.token_hex(8)}", secret.hex())
             host, port = found[0]["address"]
             caller = Caller((host, port), secret=secret)
-            ask(caller, messages.Connect(numbers, [answer["socket"] for answer in found]))
-            if decodes:
-                ask(caller, opening(numbers))
+            ask(caller, connecting(numbers, found))
             return caller
 
         for name, numbers in at.items():
@@ -155,10 +158,8 @@ class EngineTarget:
                 self._nodes.append(RemoteNode(numbers, partial(connect, name)))
                 continue
             found = self._listening(name, numbers, self._folder.name, "")
-            self._here.call(messages.Connect(numbers, [answer["socket"] for answer in found]))
+            self._here.call(connecting(numbers, found))
             self._nodes.append(self._here)
-            if decodes:
-                self._here.call(opening(numbers))
 
     def _listening(self, node: str, numbers: list[int], folder: str, secret: str) -> list[Answer]:
         found = self._all(messages.Listen(node, numbers, folder, secret))
