@@ -12,6 +12,7 @@ from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run, blobs, ranges
 from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import set_tag, tags
+from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DeltawireError, ManifestError, ObjectTooLarge, RunNotFound, StoreUnavailable
@@ -86,6 +87,45 @@ def test_who_needs_few_versions_reads_no_long_page_of_history(store: Store, monk
     # what is pruned is not read, and pages of it alone are pruned too
     store.put(keys.manifest(127), b"damaged")
     assert read(131, 125)[0] == expected(131, 125)
+
+
+def test_a_newcomer_reads_as_much_history_as_it_needs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = publish(store, history(75), anchor_every=10, anchor_ratio=1e9)
+    digests = [Run.open(store).manifest(version.version).digest for version in published]
+    steps = Walker(Run.open(store)).plan(None, 74)
+    monkeypatch.setattr("deltawire.core.history.FIRST_REACH", 5)
+    monkeypatch.setattr("deltawire.bucket.run.IDENTIFIED", 40)
+    monkeypatch.setattr("deltawire.bucket.run.SUMMARY_BYTES", 1 << 30)
+    counting = CountingStore(store)
+    run = Run.open(counting)
+    assert Walker(run).plan(None, 74) == steps
+    assert [step.version for step in steps] == [70, 71, 72, 73, 74]
+    for version in (74, 71, 60, 34):
+        assert run.identify(StateDigest.parse(digests[version]), 74) == version
+    assert run.identify(StateDigest.parse(digests[33]), 74) is None, "it is more than 40 versions back"
+    # the way to a version without an anchor nearby
+    assert [step.version for step in Walker(run).plan(None, 69)] == [*range(60, 70)]
+    size = store.head(keys.history(64)).size
+    counting.reset()
+    Walker(run).plan(None, 74)
+    assert counting.bytes_in < size
+
+
+def test_manifests_that_are_kept_have_a_limit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store, history(20))
+    size = store.head(keys.manifest(19)).size
+    monkeypatch.setattr("deltawire.bucket.run.KEPT_MANIFESTS", 4 * size)
+    counting = CountingStore(store)
+    run = Run.open(counting)
+    for version in (*range(20), *range(20)):
+        run.manifest(version)
+    assert counting.requests["get"] > 20
+    counting.reset()
+    run.forget(18)
+    for _ in range(3):
+        run.manifest(19)
+        run.manifest(18)
+    assert counting.requests["get"] == 1
 
 
 def test_pages_of_history_go_with_their_versions(store: Store) -> None:

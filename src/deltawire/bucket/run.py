@@ -87,6 +87,12 @@ ALL_MANIFESTS = 256 << 20
 LOST_MANIFESTS = 1024
 """Number of manifests read in place of lost pages of history; each has summaries of sixteen versions."""
 
+IDENTIFIED = 4096
+"""Versions at least that weights of unknown origin are looked for in."""
+
+SUMMARY_BYTES = 160
+"""Bytes of a summary in a page of history, about."""
+
 LONG_PAGE = 1024
 """Versions of a page of history from which on a reader that needs a quarter of them at most reads shorter ones instead:
 the longest have megabytes."""
@@ -114,6 +120,8 @@ class Run:
         """Etag of run.json, where it was read."""
         self._manifests: dict[int, tuple[Manifest, int]] = {}
         """The latest manifests, each with the number of bytes it was read from."""
+        self._manifest_bytes = 0
+        """Bytes that those were read from."""
         self._newest = -1
         """What `newest` found the last time."""
         self._lock = threading.Lock()
@@ -332,7 +340,7 @@ class Run:
             # the next bucket may have other manifests
             with self._lock:
                 # not cleared: threads that still read the bucket before put what they find there into the old one
-                self._manifests = {}
+                self._manifests, self._manifest_bytes = {}, 0
                 self._newest = -1
             self.added = AddedLinks(self)
 
@@ -426,10 +434,15 @@ class Run:
         if self.trust is not None:
             self.trust.check_manifest(manifest, data)
         with self._lock:
+            if manifests is not self._manifests:
+                return manifest
+            # another thread may have read it meanwhile
+            self._forget(version)
             manifests[version] = manifest, len(data)
-            while sum(size for _, size in manifests.values()) > KEPT_MANIFESTS:
+            self._manifest_bytes += len(data)
+            while self._manifest_bytes > KEPT_MANIFESTS:
                 # a follower lives for as long as the training: what it read first goes first
-                del manifests[next(iter(manifests))]
+                self._forget(next(iter(manifests)))
         return manifest
 
     def link(self, manifest: Manifest, kind: str, base: int | None) -> Link:
@@ -444,7 +457,12 @@ class Run:
     def forget(self, version: int) -> Manifest | None:
         """Drop a manifest from memory, so that it is read again. Returns the one that was kept."""
         with self._lock:
-            return self._manifests.pop(version, (None, 0))[0]
+            return self._forget(version)
+
+    def _forget(self, version: int) -> Manifest | None:
+        manifest, size = self._manifests.pop(version, (None, 0))
+        self._manifest_bytes -= size
+        return manifest
 
     def check_kept(self, version: int) -> None:
         """Raise RolledBack if a signed version is gone, with all that came after it. Unsigned runs cost no request.
@@ -499,12 +517,18 @@ class Run:
         return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
 
     def identify(self, digest: StateDigest, newest: int) -> int | None:
-        """Return the newest version up to `newest` that has this digest; None if none has."""
-        wanted = str(digest)
-        for version, summary in reversed(self.timeline(newest).items()):
-            # a summary is only what a page of history says: the manifest decides
-            if summary.digest == wanted and self.manifest(version).digest == wanted:
-                return version
+        """Return the newest version up to `newest` that has this digest; None if none has.
+
+        Of a long run no more versions are read than cost about as many bytes as full weights, and 4,096 at least.
+        """
+        wanted, read = str(digest), newest + 1
+        oldest = max(newest - max(IDENTIFIED, self.schema.nbytes // SUMMARY_BYTES), 0)
+        for since in history.reaches(newest, oldest):
+            for version, summary in reversed(self.timeline(newest, since).items()):
+                # a summary is only what a page of history says: the manifest decides
+                if version < read and summary.digest == wanted and self.manifest(version).digest == wanted:
+                    return version
+            read = since
         return None
 
     def page(self, end: int) -> history.Page:

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from ..core import added, chain, full
+from ..core import added, chain, full, history
 from ..core.chain import Step
 from ..core.container import Read
 from ..core.digest import StateDigest
@@ -132,7 +132,7 @@ class Walker:
         """Plan the cheapest way.
 
         Reads as little as it needs: the manifest's own history; then the links that were added later, and history back
-        to `have`, or to the newest anchor; then all of it.
+        to `have`, or to the newest anchor; else farther and farther back until there is a way, to its beginning.
         """
         if self._known is not None:
             return chain.plan(have, want, self._usable(self._known))
@@ -150,11 +150,12 @@ class Walker:
         if since is not None:
             with suppress(MissingBase):
                 # from the version before, so that the links to the first one are there
-                versions = self._with_added(run.timeline(want, since), since - 1, want)
-                return chain.plan(have, want, self._usable(versions))
-        versions = run.timeline(want)
-        with suppress(MissingBase):
-            return chain.plan(have, want, self._usable(self._with_added(versions, -1, want)))
+                found = self._with_added(run.timeline(want, since), since - 1, want)
+                return chain.plan(have, want, self._usable(found))
+        for since in history.reaches(want):
+            versions = run.timeline(want, since)
+            with suppress(MissingBase):
+                return chain.plan(have, want, self._usable(self._with_added(versions, since - 1, want)))
         return chain.plan(have, want, self._usable(added.in_summaries(versions, run.added.listed())))
 
     def _with_added(self, versions: Mapping[int, Summary], first: int, last: int) -> Mapping[int, Summary]:

@@ -46,10 +46,12 @@ def command(
     from ..fleet import Fleet
 
     opened, newest = dw.Run.at(run, trust=trust)
-    named = opened.tags()
     since = 0 if all else max(newest - number + 1, 0)
     summaries, fleet = opened.timeline(newest, since), Fleet(opened, keepers=True)
     versions = list(reversed(summaries.values()))
+    tags: dict[int, list[str]] = {}
+    for name, tag in opened.tags().items():
+        tags.setdefault(tag.version, []).append(name)
     fleet.read()
     replicas = _without_ended_keepers(fleet.members(opened.newest(), summaries))
     value = {
@@ -60,7 +62,7 @@ def command(
         "tensors": len(opened.schema.tensors),
         "elements": opened.schema.elements,
         "full_bytes": opened.schema.nbytes,
-        "versions": [_version(summary, opened, named) for summary in versions],
+        "versions": [_version(summary, opened, sorted(tags.get(summary.version, ()))) for summary in versions],
         "replicas": [asdict(member) for member in replicas],
     }
 
@@ -71,8 +73,7 @@ def command(
     ui.emit(value, render, json)
 
 
-def _version(summary: dw.Summary, run: dw.Run, named: dict[str, dw.Tag]) -> dict[str, Any]:
-
+def _version(summary: dw.Summary, run: dw.Run, tags: list[str]) -> dict[str, Any]:
     main = summary.main
     return {
         "version": summary.version,
@@ -85,7 +86,7 @@ def _version(summary: dw.Summary, run: dw.Run, named: dict[str, dw.Tag]) -> dict
         "times_smaller": round(run.schema.nbytes / main.bytes, 2) if main.bytes else None,
         **ui.pick(main, "encoding", "why"),
         **ui.pick(summary, "step", "metrics"),
-        "tags": sorted(name for name, tag in named.items() if tag.version == summary.version),
+        "tags": tags,
         **ui.pick(summary, "created", "digest", "links"),
     }
 
