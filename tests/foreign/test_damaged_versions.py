@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ from deltawire.errors import (
     UnsafeName,
 )
 from deltawire.foreign import Importer
+from deltawire.store import LocalStore
+from deltawire_wordle.seaweed import SeaweedFS
 from support import blank, same
 
 INDEX, FILE = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
@@ -119,6 +124,12 @@ def overwritten(positions: list[int], values: bytes = b"", count: int | None = N
     return compressed(head + (values or bytes(len(positions))))
 
 
+def _resized(frame: bytes) -> bytes:
+    """A frame whose header states one byte more."""
+    assert frame[4] == 0b01100000  # one segment, and two bytes with the size less 256
+    return frame[:5] + (SIZE + 1 - 256).to_bytes(2, "little") + frame[7:]
+
+
 XOR: dict[str, tuple[Callable[[Path], None], type[DeltawireError]]] = {
     "another checksum": (blob(lambda data: re.sub(rb'("norm.weight":").', rb"\1x", data, count=1)), HashMismatch),
     "another delta": (tensor(packed(OLD, NEW ^ np.uint8(1), "xor")), HashMismatch),
@@ -130,6 +141,9 @@ XOR: dict[str, tuple[Callable[[Path], None], type[DeltawireError]]] = {
     "a window of 2 GB": (tensor(b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(8)), CorruptStream),
     "larger than it inflates to": (tensor(bytes(1 << 18)), CorruptStream),
     "nothing": (tensor(b""), CorruptStream),
+    "bytes after the frame": (tensor(packed(OLD, NEW, "xor") + b"more"), CorruptStream),
+    "a second frame": (tensor(packed(OLD, NEW, "xor") + compressed(b"more")), CorruptStream),
+    "another content size": (tensor(_resized(packed(OLD, NEW, "xor"))), CorruptStream),
     "no JSON": (blob(lambda data: data[:-2], INDEX), ManifestError),
     "deep JSON": (blob(lambda data: b"[" * 200_000, INDEX), ManifestError),
     "an index that is too large": (_too_large, ObjectTooLarge),
@@ -294,3 +308,72 @@ def test_a_bad_manifest_of_skyrl(tmp_path: Path, case: str) -> None:
             [*importer.follow(once=True)]
         assert importer.follow(once=True) is not None
     assert dw.Run.open(tmp_path / "run").listed() == [0]
+
+
+def test_two_folders_of_one_number_are_refused(tmp_path: Path) -> None:
+    base, source = write_base(tmp_path / "base", HISTORY[0]), tmp_path / "source"
+    write(source, 1)
+    write(source, 2)
+    for other in (write_skyrl(source, 2, HISTORY[1], HISTORY[3]), write(source, 2, name="weight_v2")):
+        with Importer(source, tmp_path / "run", base=base) as importer:
+            with pytest.raises(ManifestError, match="have the same number"):
+                [*importer.follow(once=True)]
+            shutil.rmtree(other)
+    with Importer(source, tmp_path / "run", base=base) as importer:
+        assert [each.source_version for each in importer.follow(once=True)] == ["0", "1", "2"]
+
+
+def test_full_weights_that_change_while_they_are_read_are_read_again(tmp_path: Path) -> None:
+    base, source = write_base(tmp_path / "base", HISTORY[0]), tmp_path / "source"
+    folder = write_base(source / "weight_v000001", HISTORY[1], index={})
+    write_base(tmp_path / "other", HISTORY[2], index={})
+    name = "model-00001-of-00001.safetensors"
+
+    class Replaced(LocalStore):
+        reads = 0
+
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if key.endswith(name):
+                self.reads += 1
+                # after the header and two tensors
+                if self.reads == 5:
+                    (folder / name).write_bytes((tmp_path / "other" / name).read_bytes())
+            return super().get_range(key, start, length)
+
+    with Importer(Replaced(source), tmp_path / "run", base=base) as importer:
+        versions = importer.follow(poll=0.01)
+        assert next(versions).kind == "base"
+        assert next(versions).source_version == "1"
+    run = dw.Run.open(tmp_path / "run")
+    assert run.listed() == [0, 1]
+    live = blank(HISTORY[2])
+    dw.Replica(tmp_path / "run").sync(live, 1)
+    assert same(live, HISTORY[2])
+
+
+@pytest.mark.slow
+def test_bad_versions_in_a_bucket(tmp_path: Path, seaweed: SeaweedFS) -> None:
+    """What the tests above have in folders."""
+    base = write_base(tmp_path / "base", HISTORY[0])
+    for encoding, cases in (("xor", XOR), ("overwrite", OVERWRITE)):
+        for case, (damage, error) in cases.items():
+            with tempfile.TemporaryDirectory(dir=tmp_path) as made:
+                source, bucket = Path(made), seaweed.store(f"deltawire/{uuid.uuid4()}/source")
+                for number in (1, 2, 3):
+                    write(source, number, encoding=encoding)
+                write_base(source / "weight_v000004", HISTORY[4], index={})
+                if case == "a tensor that the base lacks":
+                    mapped(lambda names: names.update({"worm.weight": names.pop("norm.weight")}))(
+                        source / "weight_v000002"
+                    )
+                damage(source / "weight_v000002")
+                for path in sorted(path for path in source.rglob("*") if path.is_file()):
+                    bucket.put(str(path.relative_to(source)), path.read_bytes())
+                with Importer(bucket, source / "run", base=base) as importer:
+                    versions = importer.follow(once=True)
+                    assert [next(versions).source_version for _ in range(3)] == ["0", "1", "4"], case
+                    with pytest.raises(error, match="weight_v000002"):
+                        next(versions)
+                live = blank(HISTORY[4])
+                dw.Replica(source / "run").sync(live, 2)
+                assert same(live, HISTORY[4])

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tarfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,19 @@ from writers import Model, model, trained, write_base, write_delta, write_skyrl
 
 import deltawire as dw
 from deltawire.bucket.replay import checkout
-from deltawire.errors import CorruptStream, DivergedRun, MissingBase, StoreUnavailable
+from deltawire.errors import (
+    CorruptStream,
+    DivergedRun,
+    MissingBase,
+    ObjectNotFound,
+    ObjectTooLarge,
+    StoreUnavailable,
+    Unsupported,
+)
 from deltawire.foreign import Imported, Importer
-from deltawire.store import LocalStore, ObjectStore
+from deltawire.store import Fetched, Level, LocalStore, ObjectStore
 from deltawire.trainer import pipeline
+from deltawire_wordle.seaweed import SeaweedFS
 from support import blank, same
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,6 +61,17 @@ def weights_of(run: Path, version: int) -> Model:
     return live
 
 
+def golden_digests(where: Path) -> list[str]:
+    """The hash of each version, as in sha256.json."""
+    run, found = dw.Run.open(where), []
+    for version in run.listed():
+        state, whole = checkout(run, version), hashlib.sha256()
+        for tensor in run.schema.tensors:
+            whole.update(tensor.name.encode() + state.bits(tensor.name).tobytes())
+        found.append(whole.hexdigest())
+    return found
+
+
 # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -79,13 +100,7 @@ def test_what_other_systems_wrote_is_imported_bit_for_bit(tmp_path: Path, name: 
     done = take(tmp_path / "source", tmp_path / "run", GOLDEN / "base")
     assert [each.published.version for each in done] == [*range(11)]
     assert {each.kind for each in done[1:]} == ({"delta", "full"} if "modelexpress" in name else {"delta"})
-    run, found = dw.Run.open(tmp_path / "run"), []
-    for version in range(11):
-        state, whole = checkout(run, version), hashlib.sha256()
-        for tensor in run.schema.tensors:
-            whole.update(tensor.name.encode() + state.bits(tensor.name).tobytes())
-        found.append(whole.hexdigest())
-    assert found == json.loads((GOLDEN / "sha256.json").read_text())
+    assert golden_digests(tmp_path / "run") == json.loads((GOLDEN / "sha256.json").read_text())
 
 
 def test_full_weights_begin_a_run_and_need_no_base(tmp_path: Path) -> None:
@@ -95,6 +110,9 @@ def test_full_weights_begin_a_run_and_need_no_base(tmp_path: Path) -> None:
     assert numbers(take(tmp_path / "source", tmp_path / "run")) == [("full", "1", 0), ("delta", "2", 1)]
     assert same(weights_of(tmp_path / "run", 1), history[2])
     assert [file.name for file in dw.Run.open(tmp_path / "run").manifest(0).files] == ["config.json"]
+    # a file that comes later does not make it another version
+    (full / "README.md").write_text("trained here")
+    assert take(tmp_path / "source", tmp_path / "run") == []
     # one file without an index, as save_pretrained writes small models
     write_base(tmp_path / "source" / "weight_v000003", history[3])
     assert numbers(take(tmp_path / "source", tmp_path / "run")) == [("full", "3", 2)]
@@ -121,6 +139,26 @@ def test_stitch_says_how_far_versions_are_out(tmp_path: Path) -> None:
     assert same(weights_of(run, 5), other[2])
     (source / "latest").write_text("chat-2/weight_v000000")
     assert take(source, run, base) == []
+
+
+def test_stitch_in_a_bucket(tmp_path: Path, seaweed: SeaweedFS) -> None:
+    """What slime wrote, where stitch's store puts it: below updates/, then `latest`, which names run and version."""
+    with tarfile.open(GOLDEN / "slime-xor.tar") as archive:
+        archive.extractall(tmp_path / "written", filter="data")
+    source = seaweed.store(f"deltawire/{uuid.uuid4()}/root")
+    source.put("latest", b"run-1/weight_v000000")
+    with Importer(source, tmp_path / "run", base=GOLDEN / "base") as importer:
+        assert [each.kind for each in importer.follow(once=True)] == ["base"]
+        for number in range(1, 11):
+            for path in sorted((tmp_path / "written" / f"weight_v{number:06d}").iterdir()):
+                source.put(f"updates/{path.parent.name}/{path.name}", path.read_bytes())
+            if number % 2:
+                # what is not out yet is not imported
+                assert [*importer.follow(once=True)] == []
+            else:
+                source.put("latest", f"run-1/weight_v{number:06d}".encode())
+                assert len([*importer.follow(once=True)]) == 2
+    assert golden_digests(tmp_path / "run") == json.loads((GOLDEN / "sha256.json").read_text())
 
 
 def test_a_bucket_and_skyrl(tmp_path: Path) -> None:
@@ -206,6 +244,30 @@ def test_a_source_that_was_wiped_begins_at_the_base(tmp_path: Path, follows: boo
     assert take(source, run, base) == []
 
 
+def test_a_training_that_was_resumed_goes_on_from_the_checkpoint_that_is_given(tmp_path: Path) -> None:
+    history, source, run = steps(4), tmp_path / "source", tmp_path / "run"
+    write_all(source, history)
+    take(source, run, write_base(tmp_path / "base", history[0]))
+    # begun again at version 2, with what is written from there on
+    again = [history[2], trained(history[2], 80), trained(history[2], 81)]
+    shutil.rmtree(source)
+    write_delta(source, 3, again[0], again[1])
+    saved = write_base(tmp_path / "saved", again[0])
+    with pytest.raises(MissingBase, match="--base-version"):
+        take(source, run, saved)
+    for at, first in ((run, 4), (tmp_path / "new", 0)):
+        with Importer(source, at, base=saved, base_version=2) as importer:
+            done = numbers([*importer.follow(once=True)])
+        assert done[-1] == ("delta", "3", first or 1)
+        assert same(weights_of(at, first or 1), again[1])
+    # pruned behind it, but for one that has full weights
+    shutil.rmtree(source / "weight_v000003")
+    write_base(source / "weight_v000001", history[1], index={})
+    write_delta(source, 4, again[1], again[2])
+    assert numbers(take(source, run)) == [("delta", "4", 5)]
+    assert same(weights_of(run, 5), again[2])
+
+
 def test_versions_without_numbers_are_in_the_order_in_which_they_build_on_each_other(tmp_path: Path) -> None:
     history, source, run = steps(5), tmp_path / "source", tmp_path / "run"
     base = write_base(tmp_path / "base", history[0])
@@ -229,12 +291,89 @@ def test_versions_without_numbers_are_in_the_order_in_which_they_build_on_each_o
     assert same(weights_of(run, 4), history[4])
 
 
+def test_a_poll_costs_few_requests(tmp_path: Path) -> None:
+    history, source = steps(6), tmp_path / "source"
+    base = write_base(tmp_path / "base", history[0])
+    names = [f"uid-{n}" for n in range(6)]
+    looked: list[str] = []
+
+    class Counted(LocalStore):
+        def folders(self, prefix: str = "") -> Level:
+            looked.append(prefix)
+            return super().folders(prefix)
+
+    for numbered in (True, False):
+        shutil.rmtree(source, ignore_errors=True)
+        for n in range(1, 6):
+            if numbered:
+                write_delta(source, n, *history[n - 1 : n + 1])
+            else:
+                write_delta(
+                    source, n, *history[n - 1 : n + 1], name=names[n], version=names[n], base=names[n - 1]
+                )  # fmt: skip
+        with Importer(Counted(source), tmp_path / f"run-{numbered}", base=base) as importer:
+            assert len([*importer.follow(once=True)]) == 6
+            looked.clear()
+            assert [*importer.follow(once=True)] == []
+        # the root, and the version imported last
+        assert len(looked) == 2
+
+
 def test_an_address_with_versions_of_its_own_is_refused(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", model())
     with dw.Publisher(tmp_path / "run") as publisher:
         publisher.publish(model())
     with pytest.raises(DivergedRun, match="not imported"):
         Importer(tmp_path / "source", tmp_path / "run", base=base)
+
+
+def test_nothing_is_published_from_a_source_that_cannot_be_listed(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", model())
+    with (
+        Importer("https://127.0.0.1:1/deltas", tmp_path / "run", base=base) as importer,
+        pytest.raises(Unsupported, match="listings"),
+    ):
+        [*importer.follow(once=True)]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_may_appear_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history, source = steps(3), tmp_path / "source"
+    base = write_base(tmp_path / "base", history[0])
+    with Importer(source, tmp_path / "run", base=base) as importer:
+        assert len([*importer.follow(once=True)]) == 1
+        assert [*importer.follow(once=True)] == []
+        assert [record.message for record in caplog.records if "has no version yet" in record.message] == [
+            f"file://{source} has no version yet: no folder like weight_v000001 or delta-00000001 with an index or "
+            "manifest"
+        ]
+        assert not source.exists()
+        write_all(source, history)
+        versions = importer.follow(poll=0.01)
+        assert [next(versions).source_version for _ in range(2)] == ["1", "2"]
+
+
+def test_a_store_whose_pointer_comes_and_goes_is_looked_at_again(tmp_path: Path) -> None:
+    history, source = steps(3), tmp_path / "source"
+    base = write_base(tmp_path / "base", history[0])
+    write_all(source / "updates", history)
+    reads = iter(("gone", "large", "wrong"))
+
+    class Pointed(LocalStore):
+        def get(self, key: str, *, limit: int | None = None) -> Fetched:
+            match next(reads, "") if key == "latest" else "":
+                case "gone":
+                    raise ObjectNotFound("latest was deleted")
+                case "large":
+                    raise ObjectTooLarge("latest is too large")
+                case "wrong":
+                    return Fetched(b"weight_v", None)
+            return super().get(key, limit=limit)
+
+    (source / "latest").write_text("run-1/weight_v000002")
+    with Importer(Pointed(source), tmp_path / "run", base=base) as importer:
+        versions = importer.follow(poll=0.01)
+        assert [next(versions).source_version for _ in range(3)] == ["0", "1", "2"]
 
 
 def test_without_its_base_a_delta_is_not_imported(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ def command(
             help="Checkpoint that the source's first version builds on. Not needed where that has full weights.",
         ),
     ] = None,
+    base_version: Annotated[
+        int,
+        Option(metavar="N", min=0, help="Number that the base has at the source: of a training that was resumed."),
+    ] = 0,
     follow: Annotated[
         bool, Option("--follow/--once", help="Go on as new versions appear, or import what is there and end.")
     ] = True,
@@ -57,7 +61,7 @@ def command(
 
     with ui.ended_by_sigterm() as stop:
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign, "takeover": take_over}
-        with Importer(source, run, base=base, **options) as importer:
+        with Importer(source, run, base=base, base_version=base_version, **options) as importer:
             came = 0
             versions = importer.follow(
                 once=not follow, poll=poll, stop=stop, progress=lambda name, n, total: advance(name, n, total)

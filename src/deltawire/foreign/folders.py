@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from deltawire.errors import CountMismatch, ManifestError, ObjectNotFound, UnsafeName, Unsupported
 from deltawire.store import Browsing, ObjectInfo, Store
@@ -47,7 +48,12 @@ class Folder:
     @property
     def stamp(self) -> Stamp:
         """Changes when something in the folder does."""
-        return tuple((item.key, item.size, item.modified, item.etag) for item in self.objects)
+        return self.stamp_of({item.key[len(self.prefix) :] for item in self.objects})
+
+    def stamp_of(self, names: set[str]) -> Stamp:
+        """Changes when one of these files does."""
+        wanted = [item for item in self.objects if item.key[len(self.prefix) :] in names]
+        return tuple((item.key, item.size, item.modified, item.etag) for item in wanted)
 
     @property
     def modified(self) -> float:
@@ -100,7 +106,10 @@ def open_folder(store: Store, prefix: str) -> Folder:
 
 
 def chain(store: Store) -> list[str]:
-    """Prefixes of the folders that may hold versions that are out, in the order of their numbers, or of their names."""
+    """Prefixes of the folders that may hold versions that are out, in the order of their numbers, or of their names.
+
+    ManifestError if two of them have one number.
+    """
     names, objects = _browse(store, "")
     root, most = "", None
     if any(item.key == LATEST for item in objects):
@@ -116,7 +125,11 @@ def chain(store: Store) -> list[str]:
     numbers = {name: number_of(name) for name in names}
     if any(number is not None for number in numbers.values()):
         kept = {name: n for name, n in numbers.items() if n is not None and (most is None or n <= most)}
-        return sorted(kept, key=lambda name: kept[name])
+        ordered = sorted(kept, key=lambda name: kept[name])
+        for one, other in pairwise(ordered):
+            if kept[one] == kept[other]:
+                raise ManifestError(f"{store.url}: {one} and {other} have the same number: remove one of them")
+        return ordered
     return [] if most is not None else names
 
 

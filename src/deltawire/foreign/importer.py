@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ from deltawire.errors import (
     RunNotFound,
     SchemaError,
     StoreUnavailable,
-    UnsafeName,
 )
 from deltawire.store import Store, open_store
 
@@ -73,25 +71,30 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A version at the source that weights are of. Number and identity are 0 for the base checkpoint."""
+    """A version at the source that weights are of."""
 
-    number: int = 0
-    identity: int = 0
-    version: str = field(default="0", compare=False)
+    number: int
+    identity: int
+    """0 for the base checkpoint."""
+    version: str = field(compare=False)
     """What it calls itself."""
-
-
-_BASE = _Place()
 
 
 class Importer:
     """Publishes the versions of another system's directory to a run. Use as a context manager."""
 
     def __init__(
-        self, source: str | Path | Store, run: str | Path | Store, *, base: str | Path | None = None, **options: Any
+        self,
+        source: str | Path | Store,
+        run: str | Path | Store,
+        *,
+        base: str | Path | None = None,
+        base_version: int = 0,
+        **options: Any,
     ) -> None:
         """`base` is the checkpoint that the source's first version builds on; none is needed where that has full
-        weights. `options` are those of `Publisher`.
+        weights. `base_version` is its number at the source, where a training was resumed. `options` are those of
+        `Publisher`.
 
         Raises DivergedRun if the newest version of the run was not imported.
         """
@@ -101,9 +104,11 @@ class Importer:
         """Companion files of a run that begins with a full version. The publisher reads them when it commits."""
         files = base if base is not None else None if _is_there(run) else self._files
         self._publisher = Publisher(run, files=files, group=None, continues=True, **options)
+        self._start = _Place(base_version, 0, str(base_version))
+        """The base checkpoint."""
         self._held = self._imported()
         """What the publisher's own copy has: the newest version of the run. None for a new run."""
-        self._at = self._held or _BASE
+        self._at = self._held or self._start
         """Where the source goes on: like `_held`, or the base, where it has begun again."""
         self._captured: _Place | None = None
         """What was captured and is not committed, where that failed."""
@@ -113,6 +118,8 @@ class Importer:
         """The folder that `_at` was found in, as it was then."""
         self._bases: dict[str, tuple[float, str | None]] = {}
         """When versions without numbers were written, and what they build on."""
+        self._empty = False
+        """Whether it was said that nothing is there."""
         self._unsure = False
         """Whether the run may be ahead of `_held`: a publish failed."""
 
@@ -140,7 +147,7 @@ class Importer:
                     yield imported
                     if stop.is_set():
                         return
-            except (StoreUnavailable, PublishFailed, ManifestError, UnsafeName) as error:
+            except (*REFUSED, StoreUnavailable, PublishFailed) as error:
                 if once:
                     raise
                 log.warning("importing from %s failed, trying again: %s", self._store.url, error)
@@ -185,9 +192,11 @@ class Importer:
             if (held := self._imported()) is not None and held != self._held:
                 self._held = self._at = held
         self._unsure = False
+        # first: the base is not published where the source cannot be read
+        folders = self._after()
         if self._held is None and self._base is not None:
             yield self._publish_base(self._base, progress)
-        for folder in self._after():
+        for folder in folders:
             if self._refused.get(folder.prefix) == folder.stamp:
                 continue
             began = time.perf_counter()
@@ -197,7 +206,7 @@ class Importer:
                     continue
                 if self._held is None:
                     self._files.update(folder.companions())
-                yield self._publish(version, began, progress)
+                yield self._publish(folder, version, began, progress)
             except REFUSED as error:
                 log.warning("version %s is not imported: %s", folder.name, error)
                 if not errors:
@@ -213,28 +222,39 @@ class Importer:
     def _after(self) -> Iterator[Folder]:
         """Folders of the versions that come next, in order."""
         prefixes = chain(self._store)
-        folders = {prefix: open_folder(self._store, prefix) for prefix in prefixes[-1:]}
+        folders: dict[str, Folder] = {}
 
         def look(prefix: str) -> Folder:
-            return folders.get(prefix) or open_folder(self._store, prefix)
+            if prefix not in folders:
+                folders[prefix] = open_folder(self._store, prefix)
+            return folders[prefix]
 
-        numbered = bool(folders) and folders[prefixes[-1]].number is not None
+        numbered = any(number_of(prefix) is not None for prefix in prefixes)
         if not numbered:
-            prefixes = self._in_order([look(prefix) for prefix in prefixes])
-        first = 0 if self._at == _BASE else self._next(prefixes, look, numbered)
-        return map(look, prefixes[first:])
+            prefixes = self._in_order(prefixes, look)
+        if not prefixes and not self._empty:
+            log.warning(
+                "%s has no version yet: no folder like weight_v000001 or delta-00000001 with an index or manifest",
+                self._store.url,
+            )
+        self._empty = not prefixes
+        return map(look, prefixes[self._next(prefixes, look, numbered) :])
 
     def _next(self, prefixes: list[str], look: Callable[[str], Folder], numbered: bool) -> int:
         """Index of the first folder after the version that the weights are of. Notes where the source began again."""
         if numbered:
             numbers = [number for prefix in prefixes if (number := number_of(prefix)) is not None]
             later = sum(number <= self._at.number for number in numbers)
+            if self._at.identity == 0:
+                return later if self._at.number else 0
             if self._at.number in numbers:
                 if self._is(look(prefixes[later - 1])):
                     return later
-            elif later == 0:
+            elif later == 0 or later < len(numbers):
                 # pruned, or wiped and nothing there yet
-                return 0
+                return later
+        elif self._at.identity == 0:
+            return 0
         elif self._same is not None and self._same[0] in prefixes and self._is(look(self._same[0])):
             return prefixes.index(self._same[0]) + 1
         else:
@@ -244,7 +264,7 @@ class Importer:
             if not prefixes:
                 return 0
         log.warning("%s has begun again: its versions are read from the base checkpoint on", self._store.url)
-        self._at, self._same = _BASE, None
+        self._at, self._same = self._start, None
         return 0
 
     def _is(self, folder: Folder, only_if_read: bool = False) -> bool:
@@ -263,19 +283,22 @@ class Importer:
         self._same = folder.prefix, folder.stamp
         return True
 
-    def _in_order(self, folders: list[Folder]) -> list[str]:
+    def _in_order(self, prefixes: list[str], look: Callable[[str], Folder]) -> list[str]:
         """Versions that have no numbers: by the time they were written, but never before what they build on."""
-        for folder in folders:
-            if folder.prefix not in self._bases and folder.has(INDEX):
-                with suppress(ManifestError):
-                    self._bases[folder.prefix] = folder.modified, folder.base()
-        folders = [folder for folder in folders if folder.has(INDEX)]
-        none = (0.0, None)
-        by_name = {folder.name: folder.prefix for folder in folders}
+        self._bases = {prefix: found for prefix, found in self._bases.items() if prefix in prefixes}
+        unread = {}
+        for prefix in prefixes:
+            if prefix not in self._bases and (folder := look(prefix)).has(INDEX):
+                try:
+                    self._bases[prefix] = folder.modified, folder.base()
+                except REFUSED:
+                    unread[prefix] = folder.modified, None
+        bases = self._bases | unread
+        by_name = {Path(prefix).name: prefix for prefix in bases}
         order: dict[str, None] = {}
-        for folder in sorted(folders, key=lambda folder: (self._bases.get(folder.prefix, none)[0], folder.prefix)):
-            path = [folder.prefix]
-            while (base := by_name.get(self._bases.get(path[-1], none)[1] or "", "")) not in ("", *order, *path):
+        for prefix in sorted(bases, key=lambda prefix: (bases[prefix][0], prefix)):
+            path = [prefix]
+            while (base := by_name.get(bases[path[-1]][1] or "", "")) not in ("", *order, *path):
                 path.append(base)
             order.update(dict.fromkeys(reversed(path)))
         return list(order)
@@ -289,18 +312,19 @@ class Importer:
             if progress and phase == "detect":
                 progress(base.folder.name, n, total)
 
-        published = self._commit(base, _BASE, advance)
-        return Imported(published, base.folder.name, "base", "0", 0, time.perf_counter() - began)
+        published = self._commit(base, self._start, advance)
+        return Imported(published, base.folder.name, "base", self._start.version, 0, time.perf_counter() - began)
 
-    def _publish(self, version: ForeignVersion, began: float, progress: Progress | None) -> Imported:
-        before, number = self._at, number_of(f"{version.name}/")
-        at = _Place(before.number + 1 if number is None else number, version.identity, version.version)
+    def _publish(self, folder: Folder, version: ForeignVersion, began: float, progress: Progress | None) -> Imported:
+        before = self._at
+        number = before.number + 1 if folder.number is None else folder.number
+        at = _Place(number, version.identity, version.version)
         if self._captured == at:
             # the publisher's copy has it already
             source: Source = self._publisher.weights()
         else:
             advance = partial(progress, version.name) if progress else None
-            source = Patched(version, self._weights(version, before), advance)
+            source = Patched(version, self._weights(version, before), advance, partial(_check_same, folder))
         published = self._commit(source, at)
         kind: Literal["delta", "full"] = "full" if version.base is None else "delta"
         return Imported(published, version.name, kind, version.version, version.nbytes, time.perf_counter() - began)
@@ -318,10 +342,11 @@ class Importer:
         if version.base is None:
             return None if self._held is None else self._publisher.weights()
         if not self._follows(version.base, at):
-            raise MissingBase(
-                f"{self._store.url}: {version.name} builds on version {version.base[:80]}, and "
-                + (f"version {at.version} was imported last" if at.number else "none was imported")
-            )
+            came = f"version {at.version} was imported last" if at.identity else "none was imported"
+            if at == self._start and version.base.isdigit():
+                came += ": of a training that was resumed, give the checkpoint of that version with --base and its "
+                came += "number with --base-version"
+            raise MissingBase(f"{self._store.url}: {version.name} builds on version {version.base[:80]}, and {came}")
         if self._held == at:
             return self._publisher.weights()
         if self._base is None:
@@ -335,10 +360,16 @@ class Importer:
         if base == at.version:
             return True
         # a name that no folder has is that of the base checkpoint
-        return at == _BASE and not base.isdigit() and all(base != Path(prefix).name for prefix in self._bases)
+        return at == self._start and not base.isdigit() and all(base != Path(prefix).name for prefix in self._bases)
 
     def _schema(self) -> Any:
         return self._publisher.weights().schema
+
+
+def _check_same(folder: Folder) -> None:
+    """ManifestError if a folder is no longer as it was: no checksum says whether what was read belongs together."""
+    if open_folder(folder.store, folder.prefix).stamp != folder.stamp:
+        raise ManifestError(f"{folder.where} was written to while it was read")
 
 
 def _is_there(run: str | Path | Store) -> bool:

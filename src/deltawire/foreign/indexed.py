@@ -127,5 +127,5 @@ def _version(
         raise CountMismatch(f"{folder.where}{weight_map[missing][:80]} lacks the tensor {missing[:80]!r}")
     if not algorithm:
         # nothing says which weights these are
-        marks += [str(folder.stamp)]
+        marks += [str(folder.stamp_of({*weight_map.values(), INDEX}))]
     return ForeignVersion(folder.name, version, base, encoding, payloads, nbytes, identify(iter(marks)))

@@ -134,14 +134,19 @@ class Patched:
     """The weights of a version: a source that reads, patches and checks one tensor at a time."""
 
     def __init__(
-        self, version: ForeignVersion, base: Source | None, advance: Callable[[int, int], object] | None = None
+        self,
+        version: ForeignVersion,
+        base: Source | None,
+        advance: Callable[[int, int], object] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """`base` has the weights of the version before; None for a run that begins with full weights. `advance` is
-        called with bytes of tensors that were patched since the last call, and all.
+        called with bytes of tensors that were patched since the last call, and all; `check` after the last tensor of a
+        version without checksums, to raise an error if its files have changed meanwhile.
 
         SchemaMismatch if the version has tensors that the base has not, or full weights of another model.
         """
-        self._version, self._base, self._advance = version, base, advance
+        self._version, self._base, self._advance, self._check = version, base, advance, check
         self.schema: Schema = version.schema() if base is None else base.schema
         if version.encoding == FULL:
             with naming(version.name):
@@ -155,6 +160,8 @@ class Patched:
                 raise SchemaMismatch(f"{where} has shape {list(payload.shape)[:9]}, the base {[*known[name].shape]}")
         self._nbytes = sum(known[name].nbytes for name in version.payloads)
         self._held: dict[str, _Tensor] = {name: _Tensor(known[name].units) for name in version.payloads}
+        self._unchecked = {name for name, payload in version.payloads.items() if not payload.algorithm}
+        """Tensors without a checksum that were not read yet."""
 
     def region(self, region: Region) -> npt.NDArray[Any]:
         held = self._held.get(region.tensor.name)
@@ -193,9 +200,14 @@ class Patched:
                     f"{payload.algorithm} {found} instead of {payload.checksum[:80]!r}: the file is damaged, or it "
                     f"builds on other weights than {self._version.base or 'its own'}"
                 )
-            if self._advance is not None:
-                self._advance(tensor.nbytes, self._nbytes)
-            return new.view(f"u{tensor.unit_size}")
+        if self._check is not None and self._unchecked:
+            # atomic: threads read other tensors meanwhile
+            self._unchecked.discard(tensor.name)
+            if not self._unchecked:
+                self._check()
+        if self._advance is not None:
+            self._advance(tensor.nbytes, self._nbytes)
+        return new.view(f"u{tensor.unit_size}")
 
 
 class _Tensor:
