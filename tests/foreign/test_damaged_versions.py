@@ -96,9 +96,9 @@ def blob(change: Callable[[bytes], bytes], name: str = FILE) -> Callable[[Path],
 
 
 def _huge(folder: Path) -> None:
-    value = json.loads((folder / INDEX).read_text())
-    value["weight_map"] = {str(n): FILE for n in range(1_000_000)}
-    (folder / INDEX).write_text(json.dumps(value))
+    metadata = json.loads((folder / INDEX).read_text())["metadata"]
+    names = ",".join(f'"{n}":"{FILE}"' for n in range(1_000_000))
+    (folder / INDEX).write_text(f'{{"metadata":{json.dumps(metadata)},"weight_map":{{{names}}}}}')
 
 
 def _too_large(folder: Path) -> None:
