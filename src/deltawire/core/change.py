@@ -351,19 +351,16 @@ def compare(region: Region, old: Bits, new: Bits) -> Change:
         if count + n > parts[0].size:
             # as if the rest were as dense, and a little denser: touching fresh memory costs more than comparing
             room = count + n if end == region.units else (count + n) * region.units // end * 17 // 16
-            parts = tuple(_with_room(part[:count], room) for part in parts)
+            larger = tuple(np.empty(room, part.dtype) for part in parts)
+            for old_part, new_part in zip(parts, larger, strict=True):
+                new_part[:count] = old_part[:count]
+            parts = larger
         for part, fresh in zip(parts, scratch, strict=True):
             part[count : count + n] = fresh[:n]
         count += n
     for part in parts:
         part.resize(count, refcheck=False)
     return Change(region, *parts)
-
-
-def _with_room(part: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:
-    larger = np.empty(room, part.dtype)
-    larger[: part.size] = part
-    return larger
 
 
 def no_change(region: Region) -> Change:

@@ -281,7 +281,7 @@ class Pruned(msgspec.Struct, frozen=True):
     """First and last version of each range, ascending. Runs are pruned from below, so there are few."""
 
     def __post_init__(self) -> None:
-        _check_spans(self.versions)
+        _check_ranges(self.versions)
 
     @classmethod
     def of(cls, run: str, versions: Iterable[int]) -> Pruned:
@@ -442,7 +442,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.role == KEEPER
 
     def __post_init__(self) -> None:
-        _check_spans(self.reading)
+        _check_ranges(self.reading)
 
 
 T = TypeVar("T")
@@ -549,7 +549,7 @@ def parse_pruned(data: bytes, run: RunInfo) -> Pruned:
     return pruned
 
 
-def _check_spans(found: tuple[tuple[int, int], ...]) -> None:
+def _check_ranges(found: tuple[tuple[int, int], ...]) -> None:
     """Raise ValueError, which makes a JSON object not parse, unless these are ascending ranges of versions."""
     end = -1
     for first, last in found:

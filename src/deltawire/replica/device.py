@@ -191,7 +191,7 @@ class DeviceShard:
             plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
             return self._fetch(kernels.class_counts(self._views, plan, rules))
 
-    def moved(self, patch: Patch, groups: Sequence[int]) -> Sums:
+    def shifts(self, patch: Patch, groups: Sequence[int]) -> Sums:
         """How the digest of each group moves when a patch is written."""
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         with self._on_own_stream():

@@ -96,7 +96,7 @@ class HostShard:
 
     digests_beside = digests
 
-    def moved(self, patch: Sequence[PieceChange], groups: Sequence[int]) -> Sums:
+    def shifts(self, patch: Sequence[PieceChange], groups: Sequence[int]) -> Sums:
         totals = {group: StateDigest() for group in groups}
         for item in patch:
             totals[groups[item.piece]] += item.change.digest()

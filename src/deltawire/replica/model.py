@@ -108,7 +108,7 @@ class ModelTarget:
         decoded = weights.decode(content.open())
         ready = time.perf_counter()
         patch = weights.prepare(decoded)
-        update.require(update.before + weights.total(weights.shard.moved(patch, weights.groups)), UNCHANGED)
+        update.require(update.before + weights.total(weights.shard.shifts(patch, weights.groups)), UNCHANGED)
         write, undo = partial(weights.shard.write, patch), partial(weights.shard.undo, patch)
         staged = StagedModel(update=update, write=write, undo=undo, decoded=decoded)
         staged.timings |= {"decode": ready - clock, "stage": time.perf_counter() - ready}

@@ -91,7 +91,7 @@ class LiveShard(Protocol):
         """Overwrite everything with full weights."""
         ...
 
-    def moved(self, patch: Any, groups: Sequence[int]) -> Sums:
+    def shifts(self, patch: Any, groups: Sequence[int]) -> Sums:
         """How the digest of each group moves when a patch is written; `groups` has the group of every piece."""
         ...
 

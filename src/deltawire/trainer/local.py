@@ -118,7 +118,7 @@ class LocalModel:
             detector = default_detector(source)
             detector.bind(source)
             return detector
-        if isinstance(source, OneByOne) and not isinstance(given, HostDetector):
+        if isinstance(source, OneByOne) and not given.in_host_memory:
             raise SchemaMismatch(
                 f"{type(given).__name__} compares a live model; weights that come one by one are compared with a copy "
                 "in host memory: leave out detector="

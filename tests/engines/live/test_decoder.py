@@ -69,11 +69,11 @@ def test_ranks_receive_what_a_delta_changes(
             arrays.open_arrays(Path(f"{out}.{number}.tiles")) if counted else {},
             arrays.open_stored(Path(f"{out}.{number}.ranks")) if counted else {},
         )
-        moved = shard.moved(patch, groups)
+        shifts = shard.shifts(patch, groups)
         patches.append(patch)
         assert ranks.bytes()[number] == before[number]
         shard.write(patch)
-        assert shard.digests(groups) == {group: present[group] + moved[group] for group in present}
+        assert shard.digests(groups) == {group: present[group] + shifts[group] for group in present}
     assert ranks.bytes() == fresh.bytes()
     assert ranks.digest() == str(new.digest())
     for shard, patch in zip(ranks.shards, patches, strict=True):

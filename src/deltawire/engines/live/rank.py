@@ -310,8 +310,8 @@ class Rank:
         self._require_in_place()
         shard = self._weights
         # nothing else writes to weights that are served: the patch will meet what they are now
-        present, moved = shard.digests_beside(self._groups), shard.moved(patch, self._groups)
-        predicted = {group: total + moved[group] for group, total in present.items()}
+        present, shifts = shard.digests_beside(self._groups), shard.shifts(patch, self._groups)
+        predicted = {group: total + shifts[group] for group, total in present.items()}
         # in host memory reading all weights takes too long for a pause: `write` looks at what it wrote
         write, undo = lambda: shard.write(patch), lambda: shard.undo(patch)
         return self._keep(write, undo, present, predicted, prove=not shard.audited)
@@ -373,7 +373,7 @@ class Rank:
                 change.digest()
                 kinds[kind] = PieceChange(number, change)
         patch = self._weights.prepare([*kinds.values()])
-        self._weights.moved(patch, self._groups)
+        self._weights.shifts(patch, self._groups)
         self._weights.write(patch)
         self._sums()
         if not self._weights.audited:
