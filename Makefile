@@ -81,7 +81,7 @@ else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	PYTEST_DEBUG_TEMPROOT=/tmp NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py docs/live_documents.py)) $(ARGS)
+		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py docs/live_documents.py)) $(ARGS)
 endif
 
 setup-sglang:  ## make the environment of test-sglang (once, outside the clone)
@@ -92,8 +92,8 @@ test-sglang:  ## run the tests against a real SGLang on the CPU, in an environme
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/sglang/,live.py live_sglang_adapters.py) $(ARGS)
 
-test-trainers:  ## run the tests against a real training framework on the CPU, in an environment made for it (FRAMEWORK=verl)
-	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl"; exit 2; }
+test-trainers:  ## run the tests against a real training framework on the CPU, in an environment made for it (FRAMEWORK=verl or swift)
+	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl, or swift"; exit 2; }
 	@place=$$(tests/frameworks/environment.sh $(FRAMEWORK) $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(wildcard tests/frameworks/$(FRAMEWORK)/live*.py) $(ARGS)

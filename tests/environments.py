@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
@@ -59,6 +61,23 @@ def engine(name: str) -> Path:
     python = Path(place) / "bin" / "python"
     install(python, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     return python
+
+
+def python_files(package: str, version: str, platform: str, python: str) -> Path:
+    """The folder with the Python files of a wheel for another platform or Python, without its libraries."""
+    folder = CACHE / f"{package}-{version}-files"
+    if not (folder / "ready").exists():
+        with tempfile.TemporaryDirectory() as downloads:
+            wanted = ["--no-deps", "--only-binary=:all:", "--platform", platform, "--python-version", python]
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+            subprocess.run([*pip, *wanted, "-d", downloads, f"{package}=={version}"], check=True)
+            (wheel,) = Path(downloads).iterdir()
+            with ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if name.endswith(".py") or ".dist-info/" in name:
+                        archive.extract(name, folder)
+        (folder / "ready").touch()
+    return folder
 
 
 VLLM_ON_A_CPU = {

@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "__init__": {
         *("api", "bucket", "core", "costs", "derive", "engines", "errors", "keeper", "models", "replica", "trainer"),
     },
-    "frameworks": {"__init__", "errors"},
+    "frameworks": {"__init__", "errors", "trl"},
     "trl": {"engines"},
     "__main__": {"cli"},
 }
@@ -80,7 +80,7 @@ EDGE: dict[str, set[str]] = {
     "deltawire.engines.vllm": {KIT},
     "deltawire.fleet": set(),
     "deltawire.foreign": set(),
-    "deltawire.frameworks": set(),
+    "deltawire.frameworks": {"deltawire.trl"},
     "deltawire.trl": {"deltawire.engines.trl"},
     "deltawire_wordle": {KIT, "deltawire.cli", "deltawire.dash", "deltawire.engines.http"},
 }

@@ -6,7 +6,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../engines/environment.sh"
 framework="$1"
 requirements="$here/$framework/requirements.txt"
-version="$(sed -n "s/^$framework==//p" "$requirements")"
+version="$(sed -En "s/^(ms_)?$framework==//p" "$requirements")"
 
 install() {
     # without dependencies: the list is complete

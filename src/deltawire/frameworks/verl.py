@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import ProxyHandler, build_opener
 
 import verl
 
 import deltawire as dw
-from deltawire.errors import Misconfigured, VersionRefused
+from deltawire.errors import Misconfigured
+
+from .servers import wait_for
 
 NAME, TESTED = "deltawire", "0.9.1"
 HOOK = {
@@ -132,33 +132,15 @@ class DeltawireManager(CheckpointEngineManager):  # type: ignore[misc]
         figures, *_ = await asyncio.to_thread(ray.get, updates)
         if figures:
             run = await asyncio.to_thread(dw.Run.open, options["run"])
-            least = figures["deltawire/version"] if options["wait"] == "servers" else -1
-            await asyncio.gather(*(self._label(each, run, least, options["timeout"]) for each in self.replicas))
+            needed = figures["deltawire/version"] if options["wait"] == "servers" else None
+            servers = [f"http://{replica.server_address}" for replica in self.replicas]
+            found = await asyncio.to_thread(wait_for, servers, needed, options["timeout"])
+            for replica, status in zip(self.replicas, found, strict=True):
+                if status["version"] is not None:
+                    await self._label(replica, await asyncio.to_thread(run.manifest, status["version"]))
         return figures
 
-    async def _label(self, replica: Any, run: dw.Run, least: float, timeout: float) -> None:
-        """Wait until a server has a version, and tell it the step of the one that it has, for its samples."""
-        url, until = f"http://{replica.server_address}/deltawire/status", time.monotonic() + timeout
-        while (version := (status := await asyncio.to_thread(_status, url))["version"]) is None or version < least:
-            if least < 0:
-                return
-            if status["state"] == "failed" or time.monotonic() > until:
-                raise VersionRefused(
-                    f"rollout server {url} did not reach version {least:.0f} in {timeout} s: it is {status['state']}, "
-                    f"at {version}. {status['reason']}"
-                )
-            await asyncio.sleep(0.1)
-        step = (await asyncio.to_thread(run.manifest, version)).step
-        if step is not None:
-            await asyncio.gather(*(server.set_global_steps.remote(step) for server in replica.servers))
-
-
-def _status(url: str) -> Any:
-    try:
-        with build_opener(ProxyHandler({})).open(url, timeout=60) as answer:
-            return json.load(answer)
-    except OSError as error:
-        raise Misconfigured(
-            f"a rollout server does not say what it follows ({url}: {error}): it needs VLLM_PLUGINS={NAME} and "
-            "DELTAWIRE_RUN in its environment (docs/verl.md)"
-        ) from error
+    async def _label(self, replica: Any, manifest: dw.Manifest) -> None:
+        """Tell a server the step of the version that it has, for its samples."""
+        if manifest.step is not None:
+            await asyncio.gather(*(server.set_global_steps.remote(manifest.step) for server in replica.servers))

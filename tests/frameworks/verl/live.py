@@ -238,7 +238,9 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = json.dumps({"version": outer.replica.version, "state": outer.state, "reason": "a reason"})
+                body = json.dumps(
+                    {"run": run, "version": outer.replica.version, "state": outer.state, "reason": "a reason"}
+                )
                 self.send_response(200 if self.path == "/deltawire/status" else 404)
                 self.end_headers()
                 self.wfile.write(body.encode())
