@@ -91,11 +91,18 @@ class TrueVersions:
     @classmethod
     def over(
         cls, worker: AsyncRolloutWorker, syncs: Syncs, max_staleness: int | None, adapter_name: str | None = None
-    ) -> TrueVersions:
+    ) -> Any:
         """Let a worker mark samples with versions of the run and, with a limit, ask servers for versions within it.
 
-        With a name, the samples are those of this adapter.
+        With a name, the samples are those of this adapter. The worker of TRL's distillation trainer cannot be told
+        which loop to run: its own queue is returned.
         """
+        if type(worker).__module__.startswith("trl.experimental.async_distillation."):
+            log.warning(
+                "TRL's distillation worker marks samples with the trainer's own count of syncs, which is ahead of the "
+                "version that made them while uploads run: leave room in max_staleness"
+            )
+            return worker.rollout_buffer
         if not isinstance(worker, AsyncRolloutWorker):
             raise TypeError(
                 f"attach() knows TRL's own AsyncRolloutWorker, not {type(worker).__name__}: "

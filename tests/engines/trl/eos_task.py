@@ -4,8 +4,9 @@ Run by test_trl_worker.py in an environment that has TRL:
 
     python eos_task.py make FOLDER [EOS]       a tiny model and a tokenizer with a chat template TRL knows
     python eos_task.py train FOLDER SNIPPET    trains it as this Python file does; prints one JSON object
+    python eos_task.py distill FOLDER SNIPPET  the same with the distillation trainer, and a teacher instead of a reward
 
-The snippet is that of docs/trl.md: it finds `options` for TRL's config, `reward` and `dataset`, and leaves `trainer`.
+Snippets are those of docs/trl.md: they find `options` for TRL's config, `reward` and `dataset`, and leave `trainer`.
 
 Two shims stand in for what TRL takes for granted on a GPU; nothing of deltawire is replaced.
 """
@@ -27,6 +28,19 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
 
 LONGEST = 24
+OPTIONS = {
+    "max_completion_length": LONGEST,
+    "lr_scheduler_type": "constant",
+    "max_staleness": 4,
+    "weight_sync_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "vllm_server_timeout": 1200.0,  # a vLLM on busy cores takes minutes to start
+    "bf16": False,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+}
 
 
 def prefers_short(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -104,27 +118,41 @@ def train(folder: Path, snippet: Path) -> None:
     names = {
         "__name__": "__main__",
         "options": {
+            **OPTIONS,
             "per_device_train_batch_size": 16,
             "num_generations": 8,
-            "max_completion_length": LONGEST,
             "max_inflight_tasks": 16,
             "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "max_staleness": 4,
-            "weight_sync_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "use_cpu": True,
-            "vllm_server_timeout": 1200.0,  # a vLLM on busy cores takes minutes to start
-            "bf16": False,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
         },
         "reward": prefers_short,
         "dataset": Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 64}),
     }
     exec(compile(snippet.read_text(), str(snippet), "exec"), names)
-    trainer = names["trainer"]
+    save_trained(names["trainer"], folder)
+
+
+def distill(folder: Path, snippet: Path) -> None:
+    """Run the snippet of docs/trl.md for the distillation trainer, with the same shims."""
+    from trl.experimental.async_distillation import async_distillation_trainer
+    from trl.experimental.async_distillation import async_rollout_worker as distillation_worker
+
+    async_distillation_trainer.get_peak_flops_per_device = lambda *_: None
+    distillation_worker.is_vllm_available = lambda *_: True
+    options = {
+        **OPTIONS,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "max_inflight_tasks": 8,
+        "token_budget": 0,
+        "model_init_kwargs": {"attn_implementation": "sdpa"},
+    }
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 64})
+    names = {"__name__": "__main__", "options": options, "dataset": dataset}
+    exec(compile(snippet.read_text(), str(snippet), "exec"), names)
+    save_trained(names["trainer"], folder)
+
+
+def save_trained(trainer: Any, folder: Path) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):
         named = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -138,4 +166,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 1.0)
     else:
-        train(Path(sys.argv[2]), Path(sys.argv[3]))
+        {"train": train, "distill": distill}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
