@@ -30,7 +30,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-trainers test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-trainers canary test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +97,9 @@ test-trainers:  ## run the tests against a real training framework on the CPU, i
 	@place=$$(tests/frameworks/environment.sh $(FRAMEWORK) $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(wildcard tests/frameworks/$(FRAMEWORK)/live*.py) $(ARGS)
+
+canary: $(READY)  ## install the newest TRL, transformers, vLLM, SGLang, verl, DeepSpeed and ms-swift beside this clone, and say of each what changed (ARGS="trl --contracts --json")
+	@$(BIN)/python tests/canary.py $(ARGS)
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls

@@ -10,11 +10,14 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
+TRL, DEEPSPEED = "1.16.0", "0.19.8"
+"""The releases that the tests have."""
 
 
 def environment(name: str, *steps: Sequence[str], beside: str = "") -> Path:
@@ -37,20 +40,26 @@ def environment(name: str, *steps: Sequence[str], beside: str = "") -> Path:
 
 
 def trl(extras: str = "trl") -> Path:
-    """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs; peft."""
+    """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs; peft.
+    If the tests run where TRL is, that one."""
+    if find_spec("trl"):
+        return Path(sys.executable)
     constraints = ["-c", str(ROOT / "constraints.txt")]
     python = environment(extras.replace(",", "-"), [*constraints, "torch==2.13.0"], [*constraints, "hatchling"])
-    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", "trl==1.16.0", "peft")
+    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", f"trl=={TRL}", "peft")
     return python
 
 
-def deepspeed() -> Path:
-    """The Python of an environment with a real DeepSpeed beside everything that is in ours, torch included."""
+def deepspeed(version: str = DEEPSPEED) -> Path:
+    """The Python of an environment with a real DeepSpeed beside everything that is in ours, torch included. If the
+    tests run where DeepSpeed is, that one."""
+    if find_spec("deepspeed"):
+        return Path(sys.executable)
     # built from source, with a setuptools that can make a wheel: that of an older Python cannot
     setuptools = ["-c", str(ROOT / "constraints.txt"), "setuptools"]
     # of its dependencies we have the rest
     needs = ["einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4", "ninja==1.13.2", "py-cpuinfo==9.0.0"]
-    packages = ["--no-deps", "--no-build-isolation", "deepspeed==0.19.8", *needs]
+    packages = ["--no-deps", "--no-build-isolation", f"deepspeed=={version}", *needs]
     return environment("deepspeed", setuptools, packages, beside=sysconfig.get_path("purelib"))
 
 
@@ -93,4 +102,8 @@ VLLM_ON_A_CPU = {
 
 
 def install(python: Path, *arguments: str) -> None:
-    subprocess.run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments], check=True)
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    done.check_returncode()

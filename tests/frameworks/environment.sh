@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# environment.sh FRAMEWORK [PYTHON]: prints the folder of a Python environment with a training framework for CPUs, after
+# environment.sh FRAMEWORK [PYTHON [VERSION]]: prints the folder of a Python environment with a training framework for CPUs, after
 # making it where that was not done yet (some minutes, 2 GB). FRAMEWORK is a folder beside this file.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../engines/environment.sh"
 framework="$1"
 requirements="$here/$framework/requirements.txt"
-version="$(sed -En "s/^(ms_)?$framework==//p" "$requirements")"
+version="${3:-$(sed -En "s/^(ms_)?$framework==//p" "$requirements")}"
 
 install() {
     # without dependencies: the list is complete
-    "${pip[@]}" --no-deps -r "$requirements" >&2
+    "${pip[@]}" --no-deps -r <(sed -E "s/^((ms_)?$framework)==.*/\\1==$version/" "$requirements") >&2
     # verl's wheel installs its own tests under the name that ours have
     rm -rf "$site/tests"
 }

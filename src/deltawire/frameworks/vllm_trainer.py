@@ -56,9 +56,7 @@ class DeltawireTrainer(TrainerWeightTransferEngine[DeltawireInit]):  # type: ign
     @classmethod
     def trainer_init(cls, init_info: DeltawireInit, *, client: Any, source: Any = None) -> DeltawireTrainer:
         """Open the run, so that a wrong address is an error now. No server is asked: one may start with the run."""
-        calls = {name: [*inspect.signature(getattr(TrainerWeightTransferEngine, name)).parameters] for name in HOOK}
-        if calls != HOOK or TrainerWeightTransferEngine.__abstractmethods__ != HOOK.keys():
-            raise Misconfigured(CHANGED)
+        require_hook()
         if not init_info.run:
             raise Misconfigured("DeltawireInit(run=…) is missing: the address of the run, s3://runs/policy")
         if init_info.wait not in WAITS:
@@ -91,6 +89,13 @@ class DeltawireTrainer(TrainerWeightTransferEngine[DeltawireInit]):  # type: ign
 
 
 WeightTransferTrainerFactory.register_engine(NAME, DeltawireTrainer)
+
+
+def require_hook() -> None:
+    """Raise Misconfigured if this vLLM calls trainer engines in another way than `HOOK`."""
+    calls = {name: [*inspect.signature(getattr(TrainerWeightTransferEngine, name)).parameters] for name in HOOK}
+    if calls != HOOK or TrainerWeightTransferEngine.__abstractmethods__ != HOOK.keys():
+        raise Misconfigured(CHANGED)
 
 
 def _weights(source: Any, rank: int) -> Any:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# environment.sh [PYTHON]: prints the folder of a Python environment with a real SGLang that computes on a CPU, after making
+# environment.sh [PYTHON [SGLANG-VERSION]]: prints the folder of a Python environment with a real SGLang that computes on a CPU, after making
 # it where that was not done yet (some minutes, 2 GB).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../environment.sh"
-version="$(sed -n 's/^sglang==//p' "$here/requirements.txt")"
+version="${2:-$(sed -n 's/^sglang==//p' "$here/requirements.txt")}"
 
 install() {
     # without dependencies: the list is complete, and the rest of SGLang's are kernels for GPUs
-    "${pip[@]}" --no-deps -r "$here/requirements.txt" >&2
+    "${pip[@]}" --no-deps -r <(sed "s/^sglang==.*/sglang==$version/" "$here/requirements.txt") >&2
     # two packages that SGLang imports everywhere and needs on a GPU or for pictures only
     for package in sgl_kernel torchvision; do
         mkdir -p "$site/$package"
