@@ -3,7 +3,7 @@
     python benchmarks/real_models.py --model stories15m --lr 1e-5 --steps 40 --keep scratch
     python benchmarks/fp8.py scratch/run-0 --model "stories15M, lr 1e-5"
 
-Each version is derived as fp8-block (deltawire.views), and the deltas between two versions are encoded both ways. Only
+Each version is derived as each view (deltawire.views), and the deltas between two versions are encoded. Only
 the later half of a run counts, whose steps are steady. `changed` is counted in the matrices that the view converts;
 `payload` is the whole delta, with embeddings and norms, which stay bf16, and with the scales. Floors are those of
 docs/codec.md, for fp8 weights: positions by tensor and old exponent, steps in ulps of e4m3 by old exponent.
@@ -27,6 +27,7 @@ from deltawire.core.schema import Schema
 from deltawire.core.sparse import write_delta
 from deltawire.core.state import State
 from deltawire.derive.followed import FollowedView, ViewDetector
+from deltawire.views import VIEWS
 from deltawire.views.blocks import SCALES, Blocks
 
 HERE = Path(__file__).parent
@@ -58,9 +59,9 @@ def count(changes: Sequence[Sequence[Change]]) -> int:
     return sum(change.count for block in changes for change in block)
 
 
-def measure(run: Run, late: Sequence[int]) -> Iterator[dict[str, Any]]:
+def measure(run: Run, late: Sequence[int], name: str) -> Iterator[dict[str, Any]]:
     """Each of these versions against the one before it."""
-    grids = Blocks(run.schema)
+    grids = Blocks(run.schema, name)
     converted, scales = set(grids.grids), {name + SCALES for name in grids.grids}
     state = checkout(run, late[0] - 1)
     view, detector = FollowedView(state, grids), ViewDetector()
@@ -94,8 +95,8 @@ def measure(run: Run, late: Sequence[int]) -> Iterator[dict[str, Any]]:
         }
 
 
-def summary(schema: Schema, versions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    grids = Blocks(schema)
+def summary(schema: Schema, versions: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    grids = Blocks(schema, name)
     weights = sum(grid.tensor.elements for grid in grids.grids.values())
 
     def middle(*path: str) -> float:
@@ -151,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="addresses of bf16 runs")
     parser.add_argument("--model", nargs="*", default=[], help="what to call each of them")
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS, help="%(default)s")
     parser.add_argument("--versions", type=int, default=10, help="at most so many of each, the latest (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fp8.json")
     given = parser.parse_args()
@@ -162,9 +164,11 @@ def main() -> None:
         versions = [version for version in run.listed() if version]
         late = versions[len(versions) // 2 :][-given.versions :]
         name = given.model[number] if number < len(given.model) else Path(address).name
-        measured = list(measure(run, late))
-        results.append({"model": name, "summary": summary(run.schema, measured), "versions": measured})
-        show(name, results[-1]["summary"])
+        for view in given.views:
+            measured = list(measure(run, late, view))
+            found = summary(run.schema, measured, view)
+            results.append({"model": name, "view": view, "summary": found, "versions": measured})
+            show(f"{name}, {view}", found)
     write_json(given.out, {"about": facts, "results": results})
 
 

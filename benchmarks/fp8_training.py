@@ -25,6 +25,7 @@ from deltawire.bucket.run import Run
 from deltawire.cli.ui import sparkline
 from deltawire.core import full
 from deltawire.models import ModelView, torch_dtype
+from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import SCALES, SIDE, Blocks
 from deltawire.views.host import BlockView
 from deltawire_wordle.grpo import Group, Learner, Rollout, Settings
@@ -93,7 +94,7 @@ def main() -> None:
                 clock = time.perf_counter()
                 version = replica.sync(live)
                 source = ModelView(learner.model, "auto")
-                view = str(full.digest_of(BlockView(source, Blocks(source.schema))))
+                view = str(full.digest_of(BlockView(source, Blocks(source.schema, FP8_BLOCK))))
                 if not view == run.manifest(version).digest == str(full.digest_of(ModelView(live))):
                     raise SystemExit(f"version {version} is not the view of the trainer's weights")
                 if step == given.steps:

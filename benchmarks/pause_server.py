@@ -860,6 +860,7 @@ def main() -> None:
         return
     from _report import about, print_about, write_json
     from deltawire.cli.ui import ended_by_sigterm
+    from deltawire.views import VIEWS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="0.6B")
@@ -867,7 +868,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="made before, by `--as model FOLDER SHAPE LAYERS DEVICE`")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["control", "packed", "context"])
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--view", choices=("fp8-block",), help="publish and serve this view of the weights; no rivals")
+    parser.add_argument("--view", choices=VIEWS, help="publish and serve this view of the weights; no rivals")
     parser.add_argument("--syncs", type=int, nargs="+", default=[50], help="of each encoding in turn, the last for all")
     parser.add_argument("--control", type=int, help="windows of the control phase; as many as syncs by default")
     parser.add_argument("--streams", type=int, default=64)

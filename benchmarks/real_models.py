@@ -48,6 +48,7 @@ from deltawire.bucket.run import Run
 from deltawire.cli.ui import ended_by_sigterm, sparkline
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.engines.live.launch import write_version
+from deltawire.views import VIEWS
 from deltawire_wordle.demo import QUIET
 from deltawire_wordle.errors import ServerUnavailable
 from deltawire_wordle.fleet import Fleet
@@ -482,7 +483,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the trainer and of each server (%(default)s)")
     parser.add_argument("--engine", choices=["builtin", "vllm"], default="builtin")
     parser.add_argument("--reloads", action="store_true", help="vllm: full weights, loaded by vLLM's own reload")
-    parser.add_argument("--view", choices=["fp8-block"], help="vllm: publish and serve this view of the weights")
+    parser.add_argument("--view", choices=VIEWS, help="vllm: publish and serve this view of the weights")
     parser.add_argument("--streams", type=int, default=16, help="vllm: other clients that stream (%(default)s)")
     parser.add_argument("--flags", default="", help="vllm: more flags of vllm serve, in quotes")
     parser.add_argument("--turn", type=Path, help="wait for this file before training begins")

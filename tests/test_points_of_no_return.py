@@ -32,6 +32,7 @@ from deltawire.keeper.mirror import Mirror
 from deltawire.replica import attempt, heartbeats, host, live_weights, model, replica, target
 from deltawire.replica.model import ModelTarget
 from deltawire.store import ObjectStore, Store
+from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from interrupting import Interrupted, raising_at_each_line
@@ -306,7 +307,7 @@ def source() -> Store:
 
 def derived(where: list[Any]) -> list[Any]:
     run = Run.open(source())
-    views = {v: str(full.digest_of(BlockView(checkout(run, v), Blocks(run.schema)))) for v in run.listed()}
+    views = {v: str(full.digest_of(BlockView(checkout(run, v), Blocks(run.schema, FP8_BLOCK)))) for v in run.listed()}
 
     def operation(interrupted: Interrupted) -> None:
         store = memory()

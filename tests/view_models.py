@@ -1,13 +1,15 @@
-"""Weights for the tests of views, and what fp8-block is by its definition, computed in another way."""
+"""Weights for the tests of views, and what views are by their definition, computed in another way."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from deltawire.core.dtypes import DTYPES, Bits, numbers
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.views import FP8_BLOCK_UE8M0
 from support import Bag
 
 ATTENTION, EXPERTS = "layers.0.q_proj.weight", "layers.0.mlp.experts.gate_up_proj"
@@ -58,7 +60,13 @@ def rounded(products: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(products), 0x7F, codes | 0x80 * np.signbit(products)).astype(np.uint8)
 
 
-def defined(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def scale_of(largest: np.float32, view: str) -> np.float32:
+    if view == FP8_BLOCK_UE8M0:
+        return np.float32(2.0 ** math.ceil(math.log2(float(largest) / 464))) if np.isfinite(largest) else largest
+    return largest * (np.float32(1) / np.float32(448))  # type: ignore[no-any-return]
+
+
+def defined(matrix: np.ndarray, view: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of a float32 matrix, as the view is defined."""
     rows, columns = matrix.shape
     codes = np.zeros(matrix.shape, np.uint8)
@@ -67,7 +75,7 @@ def defined(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         place = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
         block = matrix[place]
         with np.errstate(all="ignore"):
-            scale = np.maximum(np.abs(block).max(), np.float32(1e-4)) * (np.float32(1) / np.float32(448))
+            scale = scale_of(np.maximum(np.abs(block).max(), np.float32(1e-4)), view)
             products = block * (np.float32(1) / scale)
         scales[i, j] = scale if not np.isnan(scale) else np.nan
         codes[place] = rounded(products)

@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_derive_and_compute_again(source: Path, tmp_path: Path) -> None:
     lines = invoke("derive", source, tmp_path / "fp8", "--once", "--json").stdout.splitlines()
     assert [(json.loads(x)["version"], json.loads(x)["source_version"]) for x in lines] == [(0, 0), (1, 1), (2, 2)]
-    again = invoke("derive", source, tmp_path / "fp8", "--as", "fp8-block", "--once")
+    again = invoke("derive", source, tmp_path / "fp8", "--as", "fp8-block-ue8m0", "--once")
     assert again.stdout == ""
     assert f"nothing to derive: {source} has no version after 2" in again.stderr
     found = invoke_json("verify", tmp_path / "fp8", "--source", source)

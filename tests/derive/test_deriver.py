@@ -22,7 +22,7 @@ from deltawire.core.signing import SigningKey
 from deltawire.derive.deriver import Deriver, verify_derived
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
-from deltawire.views import blocks
+from deltawire.views import FP8_BLOCK, FP8_BLOCK_UE8M0, blocks
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from support import Bag, HookedStore, moved_bag
@@ -45,13 +45,13 @@ def publish(store: Any, bags: list[Bag], files: dict[str, bytes] | None = None, 
             publisher.publish(bag, step=step, metrics={"reward": step / 10}).result(60)
 
 
-def derive(source: Path, derived: Any, first: int = -1, **options: Any) -> list[int]:
+def derive(source: Path, derived: Any, first: int = -1, view: str = FP8_BLOCK, **options: Any) -> list[int]:
     """Derive what is there. Returns the versions of the derived run."""
-    with Deriver(Run.open(str(source)), derived, "fp8-block", **options) as deriver:
+    with Deriver(Run.open(str(source)), derived, view, **options) as deriver:
         return [published.version for published in deriver.follow(first, once=True)]
 
 
-def assert_derived(source: Path, derived: Path, expected: list[int]) -> None:
+def assert_derived(source: Path, derived: Path, expected: list[int], name: str = FP8_BLOCK) -> None:
     """The derived run is in order, and its versions are the views of these."""
     run, origin = Run.open(str(derived)), Run.open(str(source))
     result = verify(run)
@@ -62,8 +62,8 @@ def assert_derived(source: Path, derived: Path, expected: list[int]) -> None:
         named = manifest.origin
         assert named is not None
         there = origin.manifest(named.version)
-        assert named == Origin("fp8-block", origin.info.run, there.version, there.digest)
-        view = BlockView(checkout(origin, named.version), Blocks(origin.schema))
+        assert named == Origin(name, origin.info.run, there.version, there.digest)
+        view = BlockView(checkout(origin, named.version), Blocks(origin.schema, name))
         assert manifest.digest == str(full.digest_of(view))
         assert (manifest.step, manifest.metrics) == (there.step, there.metrics)
     again = verify_derived(run, origin)
@@ -106,6 +106,18 @@ def test_it_continues_where_it_ended_and_reads_no_more_than_the_deltas(source: P
     assert_derived(place, tmp_path / "fp8", [0, 1, 2, 3, 4, 5])
 
 
+def test_scales_that_are_powers_of_two(source: Path, tmp_path: Path) -> None:
+    assert derive(source, str(tmp_path / "fp8"), view=FP8_BLOCK_UE8M0) == [0, 1, 2, 3, 4]
+    assert_derived(source, tmp_path / "fp8", [0, 1, 2, 3, 4], FP8_BLOCK_UE8M0)
+    run = Run.open(str(tmp_path / "fp8"))
+    scales = checkout(run, 4).bits(ATTENTION + "_scale_inv")
+    assert not (scales[scales < 0x7F800000] & 0x7FFFFF).any()
+    [config] = [run.store.get(file.key).data for file in run.manifest(4).files if file.name == "config.json"]
+    assert json.loads(config)["quantization_config"]["scale_fmt"] == "ue8m0"
+    with pytest.raises(DivergedRun, match=r"is the fp8-block-ue8m0 of the run .* name the view that it has"):
+        derive(source, str(tmp_path / "fp8"), view=FP8_BLOCK)
+
+
 def test_a_run_of_an_earlier_view_is_continued_and_its_versions_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +131,8 @@ def test_a_run_of_an_earlier_view_is_continued_and_its_versions_are_told_apart(
     publish(str(place), bags[2:], continues=True)
     assert derive(place, derived) == [2]
     source, run = Run.open(str(place)), Run.open(derived)
-    assert run.manifest(2).digest == str(full.digest_of(BlockView(checkout(source, 2), Blocks(source.schema))))
+    made = BlockView(checkout(source, 2), Blocks(source.schema, FP8_BLOCK))
+    assert run.manifest(2).digest == str(full.digest_of(made))
     failure = verify_derived(run, source).failure
     assert failure is not None
     assert "other weights than fp8-block gives for version 0 of its source" in failure.message

@@ -10,6 +10,7 @@ from deltawire.core.change import Change, compare, whole
 from deltawire.core.state import State
 from deltawire.derive.followed import FollowedView, ViewDetector
 from deltawire.trainer.detectors import Found
+from deltawire.views import FP8_BLOCK, VIEWS
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from support import Bag, moved
@@ -25,8 +26,8 @@ def loaded(bag: Bag) -> State:
 class Scene:
     """A source in memory, its view, and a detector that has the view."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.source, self.blocks = loaded(weights(seed)), Blocks(SCHEMA)
+    def __init__(self, view: str = FP8_BLOCK) -> None:
+        self.source, self.blocks = loaded(weights(0)), Blocks(SCHEMA, view)
         self.view = FollowedView(self.source, self.blocks)
         self.detector = ViewDetector()
         self.detector.bind(self.view)
@@ -50,9 +51,10 @@ class Scene:
         return found
 
 
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("density", [0.0005, 0.02, 0.5])
-def test_any_changes_of_any_tensors(density: float) -> None:
-    scene, rng = Scene(), np.random.default_rng(1)
+def test_any_changes_of_any_tensors(density: float, view: str) -> None:
+    scene, rng = Scene(view), np.random.default_rng(1)
     for _ in range(4):
         for tensor in SCHEMA.tensors:
             scene.change(tensor.name, moved(rng, scene.source.bits(tensor.name), tensor.dtype, density))

@@ -52,6 +52,7 @@ from deltawire.trainer import (
 from deltawire.trainer import pairs as one_by_one
 from deltawire.trainer import publisher as publishing
 from deltawire.trainer.writer import VersionWriter
+from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from deltawire_wordle.counting import CountingStore
@@ -537,9 +538,8 @@ class Rank:
             weights.append(weights[-1].clone())
             weights[-1].view(-1)[step::11] += 1
         if options:
-            expected = [
-                str(digest_of(BlockView(view := ModelView({"w.weight": w}), Blocks(view.schema)))) for w in weights
-            ]
+            models = [ModelView({"w.weight": w}) for w in weights]
+            expected = [str(digest_of(BlockView(model, Blocks(model.schema, FP8_BLOCK)))) for model in models]
         else:
             expected = [str(digest_of(ModelView({"w.weight": w}))) for w in weights]
         outcomes: Counter[str] = Counter()

@@ -42,6 +42,7 @@ from deltawire.trainer import (  # noqa: E402
 )
 from deltawire.trainer import writer as version_writer  # noqa: E402
 from deltawire.trainer.pending import PublishHandle  # noqa: E402
+from deltawire.views import FP8_BLOCK  # noqa: E402
 from deltawire.views.blocks import Blocks  # noqa: E402
 from deltawire.views.host import BlockView  # noqa: E402
 from interrupting import Interrupted, raising_at_each_line  # noqa: E402
@@ -481,7 +482,7 @@ def test_two_answers_are_compared_for_every_anchor(
             train(trained_model, optimizer)
             model = adapter(trained_model)
         if kind == "view":
-            seen.append(str(full.digest_of(BlockView(model, Blocks(model.schema)))))
+            seen.append(str(full.digest_of(BlockView(model, Blocks(model.schema, FP8_BLOCK)))))
         else:
             tensors = model.state_dict() if kind == "adapter" else model
             seen.append(str(full.digest_of(ModelView(tensors, "bf16" if kind == "adapter" else None))))

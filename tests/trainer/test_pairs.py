@@ -39,6 +39,7 @@ from deltawire.models import ModelView
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import HostDetector, background, captures, detectors, pairs, pipeline, publisher, rebuild
 from deltawire.trainer.pairs import OneByOne
+from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from interrupting import Interrupted, raising_at_each_line
@@ -245,7 +246,7 @@ def test_a_reference_is_version_zero_and_a_view_and_a_signature_work(tmp_path: P
             shapes = each.schema.by_name()
             publisher.publish((n, _array(bits, shapes[n])) for n, bits in each.tensors.items()).result(WAIT)
     digests = [Run.open(store).manifest(version).digest for version in (0, 1)]
-    assert digests == [str(full.digest_of(BlockView(each, Blocks(each.schema)))) for each in viewed]
+    assert digests == [str(full.digest_of(BlockView(each, Blocks(each.schema, FP8_BLOCK)))) for each in viewed]
 
 
 def test_a_restarted_trainer_continues_and_resumes(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What fp8-block converts, and what config.json says of it."""
+"""What views convert, and what config.json says of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from deltawire.core.errors import Misconfigured, SchemaMismatch
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.views import check_view
+from deltawire.views import FP8_BLOCK, FP8_BLOCK_UE8M0, check_view
 from deltawire.views.blocks import Blocks, converts, with_config
 from view_models import EXPERTS, SCHEMA
 
@@ -48,7 +48,7 @@ def test_what_is_not_a_weight_of_sixteen_or_thirty_two_bits_stays(dtype: str) ->
 
 
 def test_the_layout_of_block_fp8_checkpoints() -> None:
-    made = Blocks(SCHEMA).schema.by_name()
+    made = Blocks(SCHEMA, FP8_BLOCK).schema.by_name()
     assert (made["layers.0.q_proj.weight"].dtype, made["layers.0.q_proj.weight"].shape) == ("F8_E4M3", (300, 257))
     scale = made["layers.0.q_proj.weight_scale_inv"]
     assert (scale.dtype, scale.shape) == ("F32", (3, 3))
@@ -56,18 +56,21 @@ def test_the_layout_of_block_fp8_checkpoints() -> None:
 
 
 def test_a_model_with_nothing_to_convert_is_refused() -> None:
-    with pytest.raises(SchemaMismatch, match="converts no tensor"):
-        Blocks(Schema.build([TensorSpec("embed_tokens.weight", "BF16", (8, 8))]))
+    with pytest.raises(SchemaMismatch, match="fp8-block converts no tensor"):
+        Blocks(Schema.build([TensorSpec("embed_tokens.weight", "BF16", (8, 8))]), FP8_BLOCK)
 
 
 def test_an_unknown_view_is_refused() -> None:
-    with pytest.raises(Misconfigured, match="known: fp8-block"):
+    with pytest.raises(Misconfigured, match="known: fp8-block-ue8m0, fp8-block"):
         check_view("fp4")
 
 
 def test_config_json_keeps_what_it_says_and_tells_of_the_blocks() -> None:
     before = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "dtype": "bfloat16"}
-    config = json.loads(with_config(json.dumps(before).encode(), Blocks(SCHEMA).schema))
+    schema = Blocks(SCHEMA, FP8_BLOCK).schema
+    config = json.loads(with_config(json.dumps(before).encode(), schema, FP8_BLOCK))
+    powers = json.loads(with_config(json.dumps(before).encode(), schema, FP8_BLOCK_UE8M0))
+    assert powers.pop("quantization_config") == {**config["quantization_config"], "scale_fmt": "ue8m0"}
     found = config.pop("quantization_config")
     assert config == before
     assert found == {

@@ -23,6 +23,7 @@ from deltawire.core import full
 from deltawire.core.errors import Misconfigured
 from deltawire.models import ModelView
 from deltawire.trainer import DeltaAdamW, FusedDetector, Publisher, SnapshotDetector
+from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 
@@ -54,7 +55,7 @@ def step(model: torch.nn.Module, number: int) -> None:
 def expected(model: torch.nn.Module) -> str:
     """Digest of the view of a model's weights as bf16."""
     source = ModelView(model, "auto")
-    return str(full.digest_of(BlockView(source, Blocks(source.schema))))
+    return str(full.digest_of(BlockView(source, Blocks(source.schema, FP8_BLOCK))))
 
 
 @pytest.mark.parametrize("detector", [None, SnapshotDetector])
@@ -93,7 +94,7 @@ def test_a_mapping_and_a_folder_are_published_as_the_same_view(tmp_path: Path) -
         config = json.loads(run.store.get(run.manifest(0).files[0].key).data)
         assert config["quantization_config"]["weight_block_size"] == [128, 128]
     source = ModelView(state)
-    assert found == [str(full.digest_of(BlockView(source, Blocks(source.schema))))] * 2
+    assert found == [str(full.digest_of(BlockView(source, Blocks(source.schema, FP8_BLOCK))))] * 2
 
 
 def _folder(path: Path) -> Path:
@@ -117,7 +118,7 @@ def test_a_replica_follows_it_into_tensors(tmp_path: Path) -> None:
     with Publisher(str(tmp_path), view="fp8-block") as publisher:
         publisher.publish(model, wait=True)
         source = ModelView(model, "auto")
-        view = BlockView(source, Blocks(source.schema))
+        view = BlockView(source, Blocks(source.schema, FP8_BLOCK))
         live = {t.name: np.zeros(t.shape, _NUMPY[t.dtype]) for t in view.schema.tensors}
         # numpy has no e4m3: torch's
         live = {name: _as_torch(view.schema.by_name()[name], array) for name, array in live.items()}

@@ -1,4 +1,4 @@
-"""fp8-block in torch gives the bits that host memory gives."""
+"""Views in torch have the bits that they have in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from deltawire.core.change import Region, whole
 from deltawire.core.schema import TensorSpec
 from deltawire.models import ModelView
-from deltawire.views import device
+from deltawire.views import FP8_BLOCK, VIEWS, device
 from deltawire.views.blocks import Blocks
 from deltawire.views.device import BlockModel
 from deltawire.views.host import BlockView, Place
@@ -33,11 +33,12 @@ def tensors(bag: Bag) -> dict[str, torch.Tensor]:
 
 
 def assert_same(bag: Bag) -> None:
-    blocks = Blocks(bag.schema)
-    expected, found = BlockView(bag, blocks), BlockModel(ModelView(tensors(bag)), blocks)
-    assert found.schema == expected.schema
-    for tensor in found.schema.tensors:
-        assert np.array_equal(found.region(whole(tensor)), expected.region(whole(tensor))), tensor.name
+    for view in VIEWS:
+        blocks = Blocks(bag.schema, view)
+        expected, found = BlockView(bag, blocks), BlockModel(ModelView(tensors(bag)), blocks)
+        assert found.schema == expected.schema
+        for tensor in found.schema.tensors:
+            assert np.array_equal(found.region(whole(tensor)), expected.region(whole(tensor))), (view, tensor.name)
 
 
 @pytest.mark.parametrize("at_once", [1 << 26, 1 << 14])
@@ -55,7 +56,7 @@ def test_the_same_of_any_bits() -> None:
 
 def test_parts_of_several_processes() -> None:
     bag = weights(6, SCHEMA.build(SCHEMA.tensors))
-    blocks, live = Blocks(bag.schema), tensors(bag)
+    blocks, live = Blocks(bag.schema, FP8_BLOCK), tensors(bag)
     expected = BlockView(bag, blocks)
     for name in (ATTENTION, EXPERTS):
         spec = bag.schema.by_name()[name]

@@ -14,7 +14,7 @@ from . import ui
 def command(
     run: ui.RunArgument,
     derived: Annotated[str, Argument(metavar="RUN2", help="Address of the derived run.")],
-    view: Annotated[str, Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block",
+    view: Annotated[str, Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block-ue8m0",
     once: Annotated[bool, Option("--once", help="Derive the versions that are there, then end.")] = False,
     first: Annotated[
         str | None, Option("--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest.")
@@ -31,10 +31,11 @@ def command(
     """Follow a run and publish a view of it as another run.
 
     Each version of RUN becomes a version of RUN2, an ordinary run that engines
-    follow: fp8-block has e4m3 weights in blocks of 128 × 128 with their scales,
-    and config.json says so. Only what changed is converted. A version names the
-    one it was derived from and its digest, and `verify RUN2 --source RUN`
-    computes all of them again.
+    follow: e4m3 weights in blocks of 128 × 128 with their scales, and config.json
+    says so. Scales of fp8-block-ue8m0 are powers of two, for DeepGEMM (vLLM's
+    default on Hopper); those of fp8-block are any numbers, for CUTLASS and Triton.
+    Only what changed is converted. A version names the one it was derived from and
+    its digest, and `verify RUN2 --source RUN` computes all of them again.
 
     The command may be killed at any time; the next one continues where RUN2 ends.
     It needs memory for the weights of both runs, and no GPU. --trust is for RUN;
@@ -43,7 +44,7 @@ def command(
     \b
     Examples
       deltawire derive s3://runs/chat s3://runs/chat-fp8
-      deltawire derive s3://runs/chat s3://runs/chat-fp8 --once
+      deltawire derive s3://runs/chat s3://runs/chat-fp8 --once --as fp8-block
       deltawire derive s3://runs/chat s3://runs/chat-fp8 --from latest
       deltawire verify s3://runs/chat-fp8 --source s3://runs/chat
     """

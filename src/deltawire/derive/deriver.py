@@ -69,7 +69,7 @@ class Deriver:
         """
         check_view(view, of_adapters=source.info.base is not None)
         self._source, self._view_name, self._resolve = source, view, resolver(reference)
-        self._blocks = Blocks(source.schema)
+        self._blocks = Blocks(source.schema, view)
         self._files: dict[str, bytes] = {}
         """Companion files of the next version. The publisher reads them when it commits."""
         self._named: tuple[File, ...] | None = None
@@ -147,7 +147,8 @@ class Deriver:
             what = "is derived from no run" if origin is None else f"is the {origin.view} of the run {origin.run}"
             raise DivergedRun(
                 f"version {newest.version} of {self._publisher.url} {what}, and {source.store.url} is the run "
-                f"{source.info.run}: give the derived run an address of its own"
+                f"{source.info.run}, of which {self._view_name} was asked for: give the derived run an address of its "
+                "own, or name the view that it has"
             )
         return origin.version
 
@@ -221,7 +222,7 @@ def verify_derived(
             f"{source.info.run}: name the run that it was made of after --source"
         )
     versions = [v for v in versions if (first is None or v >= first) and (last is None or v <= last)]
-    blocks, state = Blocks(source.schema), None
+    state = None
     for version in versions:
         manifest = run.manifest(version)
         origin = manifest.origin
@@ -238,7 +239,7 @@ def verify_derived(
                         f"it names the digest {origin.digest} for version {origin.version} of its source, which has "
                         f"{state.digest}"
                     )
-                found = str(full.digest_of(BlockView(state, blocks)))
+                found = str(full.digest_of(BlockView(state, Blocks(source.schema, origin.view))))
                 if found != manifest.digest:
                     cause = f"other weights than {origin.view} gives for version {origin.version} of its source"
                     raise DigestMismatch(version, manifest.digest, found, cause)

@@ -1,4 +1,4 @@
-"""fp8-block of weights that move along deltas: only what a delta changed is converted again.
+"""A view of weights that move along deltas: only what a delta changed is converted again.
 
 A change moves the scale of its block only if it is larger than the block's largest weight, or changes that one. Then
 the block is read again, and if its scale did move, converted as a whole. All other work is per changed weight.

@@ -100,7 +100,7 @@ class Companions:
         for name, data in sorted(files.items()):
             full.check_companion(name)
             if self._view is not None and name == "config.json":
-                data = with_config(data, schema)
+                data = with_config(data, schema, self._view)
             if len(data) > MAX_FILE:
                 raise ObjectTooLarge(
                     f"{name!r} has {len(data):,} bytes; what goes with the weights has at most {MAX_FILE:,}"

@@ -68,7 +68,7 @@ class LocalModel:
         holds_nothing = isinstance(source, OneByOne) and not source.schema.tensors
         if self.view is not None and not is_view(source) and not holds_nothing:
             if self._blocks is None or self._blocks.source != source.schema:
-                self._blocks = Blocks(source.schema)
+                self._blocks = Blocks(source.schema, self.view)
             source = self._viewed(source, self._blocks)
         if self._schema is not None:
             self._schema.require_equal(

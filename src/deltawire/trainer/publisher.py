@@ -72,8 +72,9 @@ class Publisher:
                    bf16; everything else (other dtypes, mappings, iterators, checkpoint folders) is published as it is.
                    "bf16" or "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets
                    the bits that the cast on the model's own device gives it.
-    view           "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales, computed from the weights
-                   in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
+    view           "fp8-block-ue8m0" or "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales
+                   (powers of two, or any), computed from the weights in the wire dtype on the model's own device
+                   (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     files          config and tokenizer files to publish with the weights: contents by name, or a checkpoint folder.
                    Code is never published; what is left out of a folder is logged. A symlink out of the folder raises
                    UnsafeName, except into the cache of the Hugging Face Hub that the folder is part of. A model of

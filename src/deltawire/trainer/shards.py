@@ -117,7 +117,7 @@ class Shards(LocalModel):
         self._schema = view.schema
         if self.view is None:
             return schema, view
-        self._blocks, self._group = Blocks(schema), group
+        self._blocks, self._group = Blocks(schema, self.view), group
         grids = self._blocks.grids
         # any rank could write them: all know the largest weights of all blocks
         self._scales = {

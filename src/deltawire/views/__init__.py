@@ -1,6 +1,6 @@
 """Views: weights derived from other weights by a pure function, published as a run of their own.
 
-blocks.py    what fp8-block is: which tensors it converts, their blocks and scales, config.json
+blocks.py    what both are: which tensors they convert, their blocks and scales, config.json
 host.py      the function in host memory
 device.py    the same in torch, on the device of the model
 
@@ -14,7 +14,10 @@ from ..core.errors import Misconfigured
 FP8_BLOCK = "fp8-block"
 """e4m3 weights in blocks of 128 × 128, each with a float32 scale."""
 
-VIEWS = (FP8_BLOCK,)
+FP8_BLOCK_UE8M0 = "fp8-block-ue8m0"
+"""The same with scales that are powers of two, which vLLM's DeepGEMM computes with on Hopper."""
+
+VIEWS = (FP8_BLOCK_UE8M0, FP8_BLOCK)
 
 
 def check_view(name: str, *, of_adapters: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""The view fp8-block: which tensors it converts, how they are cut into blocks, and what config.json says of it.
+"""The views fp8-block and fp8-block-ue8m0: which tensors they convert, in what blocks, and what config.json says of it.
 
 The layout is that of block-fp8 checkpoints of the Hugging Face Hub. A matrix W becomes e4m3 under its own name, and
 float32 `W_scale_inv` has one number per block of 128 × 128: weight = e4m3 · scale. Everything else stays as it is:
-embeddings, the output head, norms, biases, routers of experts.
+embeddings, the output head, norms, biases, routers of experts. The two views differ in their scales alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..core.errors import SchemaMismatch
 from ..core.schema import Schema, TensorSpec
+from . import FP8_BLOCK_UE8M0
 
 SIDE = 128
 """Rows and columns of a block."""
@@ -27,6 +28,14 @@ multiplies where a number is divided by a constant."""
 
 LEAST = np.float32(1e-4)
 """A block whose weights are all smaller is scaled as if its largest were this."""
+
+INFINITE, A_NAN = 0x7F800000, 0x7FC00000
+"""Bits of float32: infinity, and the NaN that is written for every NaN. Which one arithmetic gives depends on the
+machine."""
+
+ROUNDS_UP = 0x7FFFFF - 0x680000
+"""Added to the bits of a float32 number, it carries into the exponent if the number is more than 464/256 of its power
+of two. 464 is the largest number that e4m3 rounds down to 448."""
 
 SCALES = "_scale_inv"
 
@@ -94,8 +103,10 @@ class Grid:
 class Blocks:
     """All blocks of a checkpoint: what the view makes of a schema."""
 
-    def __init__(self, source: Schema) -> None:
+    def __init__(self, source: Schema, view: str) -> None:
         self.source = source
+        self.powers_of_two = view == FP8_BLOCK_UE8M0
+        """Whether scales are powers of two."""
         self.grids: dict[str, Grid] = {}
         self.count = 0
         """Number of blocks."""
@@ -105,7 +116,7 @@ class Blocks:
         if not self.grids:
             already = any(tensor.name.endswith(SCALES) for tensor in source.tensors)
             raise SchemaMismatch(
-                "fp8-block converts no tensor of this model: it converts matrices of bf16, fp16 or fp32 whose names "
+                f"{view} converts no tensor of this model: it converts matrices of bf16, fp16 or fp32 whose names "
                 "end in .weight, other than embeddings, norms, routers and the output head"
                 + ("; this one has fp8 blocks already: name the run of its bf16 weights first" if already else "")
             )
@@ -117,17 +128,23 @@ class Blocks:
         made = [spec for grid in self.grids.values() for spec in (grid.weights, grid.scales)]
         return Schema.build([*kept, *made], self.source.ties)
 
+    def scales_of(self, maxima: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+        """Scales of blocks whose largest weights have these magnitudes, as bits of float32.
 
-def scales_of(maxima: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    """Scales of blocks whose largest weights have these magnitudes, as bits of float32."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        scales: npt.NDArray[np.float32] = np.maximum(maxima.view(np.float32), LEAST) * SHARE
-    # one NaN for all: which one arithmetic gives depends on the machine
-    scales[np.isnan(scales)] = np.float32(np.nan)
-    return scales
+        A power of two is the least with which e4m3 rounds no weight of the block to more than 448.
+        """
+        least = np.maximum(maxima, LEAST.view(np.uint32))
+        if self.powers_of_two:
+            bits = ((least + np.uint32(ROUNDS_UP)) >> np.uint32(23)) - np.uint32(8) << np.uint32(23)
+            scales = np.where(maxima < INFINITE, bits, maxima).view(np.float32)
+        else:
+            with np.errstate(invalid="ignore"):  # a signalling NaN
+                scales = least.view(np.float32) * SHARE
+        scales.view(np.uint32)[maxima > INFINITE] = A_NAN
+        return scales
 
 
-def with_config(config: bytes, schema: Schema) -> bytes:
+def with_config(config: bytes, schema: Schema, view: str) -> bytes:
     """config.json for weights of the view, which have this schema: with a quantization_config."""
     content = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
     by_name = schema.by_name()
@@ -140,5 +157,7 @@ def with_config(config: bytes, schema: Schema) -> bytes:
         "quant_method": "fp8",
         "weight_block_size": [SIDE, SIDE],
     }
+    if view == FP8_BLOCK_UE8M0:
+        quantization["scale_fmt"] = "ue8m0"
     content["quantization_config"] = msgspec.Raw(msgspec.json.encode(quantization))
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"

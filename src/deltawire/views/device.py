@@ -1,4 +1,4 @@
-"""fp8-block in torch, on the device of the model. The same bits as host.py."""
+"""fp8-block and fp8-block-ue8m0 in torch, on the device of the model. The same bits as host.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import ModelView
-from .blocks import LEAST, SHARE, SIDE, Blocks, Grid
+from .blocks import A_NAN, INFINITE, LEAST, ROUNDS_UP, SHARE, SIDE, Blocks, Grid
 from .host import Maxima, Place, view_schema
 
 _AT_ONCE = 1 << 26
@@ -48,7 +48,7 @@ class BlockModel(ModelView):
             if reduce is not None:
                 merged = reduce(maxima.cpu().numpy().view("u4"))
                 maxima = torch.from_numpy(merged.view("i4")).to(device)
-            found = _scales(maxima)
+            found = _scales(maxima, blocks.powers_of_two)
             inverse = found.reciprocal()
             for name, place in places.items():
                 self.tensors[name] = _quantize(cast(name), place, inverse)
@@ -56,9 +56,14 @@ class BlockModel(ModelView):
                 self.tensors[name] = found[grid.span].reshape(grid.scales.shape)
 
 
-def _scales(maxima: Tensor) -> Tensor:
-    scales = maxima.view(torch.float32).clamp(min=float(LEAST)) * float(SHARE)
-    return torch.where(scales.isnan(), torch.nan, scales)
+def _scales(maxima: Tensor, powers_of_two: bool) -> Tensor:
+    """Return what `Blocks.scales_of` gives."""
+    least = maxima.clamp(min=int(LEAST.view("i4")))
+    if powers_of_two:
+        bits = torch.where(maxima < INFINITE, ((least + ROUNDS_UP >> 23) - 8) << 23, maxima)
+    else:
+        bits = (least.view(torch.float32) * float(SHARE)).view(torch.int32)
+    return torch.where(maxima > INFINITE, A_NAN, bits).view(torch.float32)
 
 
 def _bands(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, slice, int, int]]:

@@ -1,9 +1,14 @@
-"""fp8-block in host memory, equal to vLLM's `per_block_cast_to_fp8` on a GPU bit by bit.
+"""fp8-block and fp8-block-ue8m0 in host memory; fp8-block has the bits of vLLM's `per_block_cast_to_fp8` on a GPU.
 
-    scale   = max(largest magnitude of the block, 1e-4) · (1 / 448)
+    largest = max(largest magnitude of the block, 1e-4)
+    scale   = largest · (1 / 448), or with powers of two the least one for which largest ≤ 464 · scale
     weight  = e4m3(w · (1 / scale)), rounded to nearest, ties to even
 
-All in float32, each operation rounded by itself. A NaN anywhere in a block makes its scale and all its weights NaN; an
+All in float32, each operation rounded by itself. e4m3 rounds what lies between 448, its largest number, and 464 to 448.
+So a block has the same scale, if it is computed again from e4m3 · scale: vLLM's requantization for DeepGEMM does that,
+and changes nothing.
+
+A NaN anywhere in a block makes its scale and all its weights NaN; an
 infinity makes the scale infinite, finite weights ±0 and infinite ones NaN. Such a NaN is always 0x7F, in scales
 0x7FC00000.
 
@@ -25,7 +30,7 @@ from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema, TensorSpec
-from .blocks import SIDE, Blocks, Grid, scales_of
+from .blocks import SIDE, Blocks, Grid
 
 Maxima = npt.NDArray[np.uint32]
 """The largest magnitude of each block, as bits of float32."""
@@ -71,7 +76,7 @@ class BlockView:
 
     def scale(self) -> None:
         """Compute all scales from the maxima."""
-        self.scales = scales_of(self.maxima)
+        self.scales = self.blocks.scales_of(self.maxima)
         with np.errstate(divide="ignore"):
             self.inverse: npt.NDArray[np.float32] = np.float32(1.0) / self.scales
 
@@ -156,7 +161,7 @@ def block_maxima(
 
 @njit(cache=True, nogil=True)
 def to_e4m3(products: Any, shifted: Any, result: Any) -> None:
-    """Round float32 numbers to e4m3. None is above 464, which would be too large. `shifted` is scratch."""
+    """Round float32 numbers to e4m3. None is above 464, the last that has a code. `shifted` is scratch."""
     for i in range(products.size):
         # below 2⁻⁶ e4m3 counts in steps of 2⁻⁹, as float32 does from 2¹⁴ on: the addition rounds
         shifted[i] = abs(products[i]) + np.float32(16384.0)

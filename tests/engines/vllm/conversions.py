@@ -19,12 +19,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 
 from deltawire.core.change import Region, whole
 from deltawire.core.schema import TensorSpec
 from deltawire.engines.live.learn import Layer, Learned
 from deltawire.engines.live.placement import Piece
 from deltawire.engines.vllm.guard import experts_in_first_places, have_experts_moved, hold_experts
+from deltawire.engines.vllm.hooks import requantizing_nothing
+from deltawire.models import ModelView
+from deltawire.views import FP8_BLOCK_UE8M0
+from deltawire.views.blocks import Blocks
+from deltawire.views.host import BlockView
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 of_the_cpu_build = pytest.mark.skipif(DEVICE != "cpu", reason="an operator of vLLM's CPU build")
@@ -214,6 +220,59 @@ def test_requantization_to_powers_of_two_is_refused() -> None:
     _, problems = Learned([Layer("experts", layer, loaded, hook_of(convert))]).compose(pieces_of(loaded, "F8_E4M3"))
     assert len(problems) == 1
     assert "'0.w13_weight.0'" in problems[0]
+
+
+@pytest.mark.parametrize("layout", ("as they are", "columns after one another"))
+def test_powers_of_two_are_only_rearranged(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM does for DeepGEMM with UE8M0 scales. DeepGEMM itself, which arranges the scales, needs a GPU: here they
+    stay as they are, or get their columns after one another."""
+
+    def arranged(sf: Tensor, **_: Any) -> Tensor:
+        return sf if layout == "as they are" else sf.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    monkeypatch.setattr(fp8_utils, "transform_sf_into_required_layout", arranged)
+
+    def hook(layer: Any) -> None:
+        made = fp8_utils.deepgemm_post_process_fp8_weight_block(
+            wq=layer.weight.data, ws=layer.weight_scale_inv.data, quant_block_shape=(128, 128), use_e8m0=True
+        )
+        for name, tensor in zip(("weight", "weight_scale_inv"), made, strict=True):
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+    def learned_hook(layer: Any) -> None:
+        with requantizing_nothing():
+            hook(layer)
+
+    layer = nn.Module()
+    random = torch.Generator().manual_seed(3)
+    spread = torch.rand(384, 1, generator=random).mul(12).sub(6).exp()
+    given = {"w.weight": (torch.randn(384, 640, generator=random) * spread).bfloat16()}
+    source = ModelView(given)
+    view = BlockView(source, Blocks(source.schema, FP8_BLOCK_UE8M0))
+    expected, pieces, loaded = {}, [], {}
+    for spec, name, dtype in zip(
+        view.schema.tensors, ("weight", "weight_scale_inv"), (torch.float8_e4m3fn, torch.float32), strict=True
+    ):
+        expected[name] = torch.from_numpy(view.region(whole(spec)).view(f"i{dtype.itemsize}").copy()).view(spec.shape)
+        layer.register_parameter(name, nn.Parameter(expected[name].clone().view(dtype).to(DEVICE), requires_grad=False))
+        loaded[name] = torch.empty_like(getattr(layer, name), device="meta")
+        pieces.append(Piece(whole(spec), loaded[name]))
+    hook(layer)
+    for name, bits in expected.items():
+        assert torch.equal(getattr(layer, name).cpu().view(bits.dtype), bits), "requantized, and the same"
+    learned = Learned([Layer("w", layer, loaded, learned_hook)])
+    found, problems = learned.compose(pieces)
+    assert problems == []
+    for piece, (name, bits) in zip(found, expected.items(), strict=True):
+        live = piece.view if piece.places is None else _at(piece)
+        assert torch.equal(live.cpu().view(bits.dtype), bits), name
+    _, problems = Learned([Layer("w", layer, loaded, hook)]).compose(pieces)
+    assert len(problems) == 1, "random bits are no fixed point"
+
+
+def _at(piece: Piece) -> Tensor:
+    assert piece.places is not None
+    return piece.view[torch.from_numpy(piece.places.rows[:, None] + piece.places.columns).to(piece.view.device)]
 
 
 def test_block_scales_that_a_hook_raises_are_refused() -> None:

@@ -24,6 +24,7 @@ from deltawire.core.schema import Schema, TensorSpec
 from deltawire.derive.deriver import Deriver
 from deltawire.engines.live.launch import write_version
 from deltawire.models import ModelView, torch_bits
+from deltawire.views import FP8_BLOCK, FP8_BLOCK_UE8M0
 from deltawire.views.blocks import Blocks
 from deltawire.views.device import BlockModel
 from deltawire.views.host import BlockView
@@ -41,10 +42,11 @@ def cast(weights: torch.Tensor, compiled: bool = False) -> tuple[np.ndarray, np.
     return torch_bits(codes), torch_bits(scales)
 
 
-def ours(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def ours(weights: torch.Tensor, view: str = FP8_BLOCK) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales in host memory, which torch on the device must give as well."""
     source = ModelView({"w.weight": weights})
-    blocks = Blocks(Schema.build([TensorSpec("w.weight", source.schema.tensors[0].dtype, tuple(weights.shape))]))
+    schema = Schema.build([TensorSpec("w.weight", source.schema.tensors[0].dtype, tuple(weights.shape))])
+    blocks = Blocks(schema, view)
     host, there = BlockView(source, blocks), BlockModel(ModelView({"w.weight": weights.to(DEVICE)}), blocks)
     found = []
     for tensor in host.schema.tensors:
@@ -126,6 +128,36 @@ def test_nan_and_infinity_are_the_same_but_for_the_sign_of_a_nan() -> None:
     assert np.abs(scales[~nan].astype(np.int64) - our_scales[~nan]).max() <= (0 if ON_GPU else 1)
 
 
+@pytest.mark.parametrize("size", (0.02, 1.0, 1e-3, 1e-6, 300.0))
+def test_powers_of_two_are_what_vllm_makes_of_them_for_deepgemm(size: float) -> None:
+    """Its own requantization changes nothing, and its own cast of the weights stands for nearly the same numbers."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    spread = torch.rand(1024, 1, generator=torch.Generator().manual_seed(9)).mul(6).exp()
+    weights = drawn((1024, 640), 7, size) * spread.bfloat16()
+    codes, scales = (torch.from_numpy(bits.copy()) for bits in ours(weights, FP8_BLOCK_UE8M0))
+    codes, scales = codes.view(torch.float8_e4m3fn).view(1024, 640), scales.view(torch.float32).view(8, 5)
+    again = codes.to(DEVICE), scales.to(DEVICE)
+    requant_weight_ue8m0_inplace(*again, (128, 128))
+    assert torch.equal(again[0].cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(again[1].cpu(), scales)
+    theirs, their_scales = per_block_cast_to_fp8(weights.to(DEVICE), block_size=[128, 128], use_ue8m0=True)
+    ratio = their_scales.cpu() / scales
+    assert set(ratio.unique().tolist()) <= {1.0, 2.0}
+    numbers, their_numbers = (
+        q.float().cpu() * s.cpu().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        for q, s in ((codes, scales), (theirs, their_scales))
+    )
+    # where theirs is twice as large, the smallest numbers of the block have a bit less there
+    least = scales.repeat_interleave(128, 0).repeat_interleave(128, 1) * 2.0**-9
+    assert ((numbers - their_numbers).abs() <= least).all()
+    assert torch.equal(
+        numbers[:128][ratio[0].repeat_interleave(128).expand(128, -1) == 1],
+        their_numbers[:128][ratio[0].repeat_interleave(128).expand(128, -1) == 1],
+    )
+
+
 VERSIONS = 5
 SIZES = {"head_dim": 64, "moe_intermediate_size": 128}
 """vLLM's kernels want whole blocks of each projection."""
@@ -139,11 +171,14 @@ class Cell(NamedTuple):
     said: str
     """In vLLM's log, where it computes with that back end."""
     guard: str = "patch"
+    view: str = FP8_BLOCK
 
 
 CELLS = {
     "cutlass": Cell("qwen3", "cutlass", "Selected CutlassFp8BlockScaledMMKernel"),
     "triton": Cell("qwen3", "triton", "Selected TritonFp8BlockScaledMMKernel"),
+    "deepgemm": Cell("qwen3", "deep_gemm", "Selected DeepGemmFp8BlockScaledMMKernel", view=FP8_BLOCK_UE8M0),
+    "experts-deepgemm": Cell("qwen3_moe", "deep_gemm", "Using DEEPGEMM Fp8 MoE backend", view=FP8_BLOCK_UE8M0),
     "marlin": Cell("qwen3", "marlin", "Selected MarlinFP8ScaledMMLinearKernel", "reload: "),
     "experts-triton": Cell("qwen3_moe", "triton", "Using TRITON Fp8 MoE backend"),
 }
@@ -155,7 +190,7 @@ def test_a_server_follows_a_derived_run(name: str, tmp_path: Path, monkeypatch: 
     """A bf16 trainer, `derive` beside it, and vLLM on the derived run: patched in place, equal to fresh loads."""
     cell = (CELLS if ON_GPU else ON_CPU)[name]
     # by default vLLM prefers it for dense layers where it is there, and requantizes weights for it
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", str(int(cell.backend == "deep_gemm")))
     sizes = SIZES if cell.kind == "qwen3_moe" else {"head_dim": 64}
     flags = [f"--{'moe' if cell.kind == 'qwen3_moe' else 'linear'}-backend", cell.backend] if ON_GPU else []
     trainer = Trainer(make_model(tmp_path / "model", cell.kind, **sizes), tmp_path / "bf16")
@@ -166,7 +201,7 @@ def test_a_server_follows_a_derived_run(name: str, tmp_path: Path, monkeypatch: 
         write_version(str(derived), version, tmp_path / f"v{version}")
         return tmp_path / f"v{version}"
 
-    with Deriver(Run.open(str(trainer.run)), derived, "fp8-block") as deriver:
+    with Deriver(Run.open(str(trainer.run)), derived, cell.view) as deriver:
         list(deriver.follow(once=True))
         server = Server(checked_out(0), tmp_path / "log", run=derived, flags=flags)
         try:

@@ -19,7 +19,7 @@ from ...errors import Misconfigured
 from ..live import Rank
 from . import NEXT_STEP, named
 from .guard import problems_of, require_host
-from .hooks import hooked_layers
+from .hooks import has_powers_of_two, hooked_layers
 
 
 @dataclass
@@ -50,7 +50,7 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.model,
             parallel.data_parallel_index * parallel.world_size + parallel.rank,
             problems=lambda: problems_of(self.model, self.vllm_config),
-            hooks=lambda: hooked_layers(self.model),
+            hooks=lambda: hooked_layers(self.model, has_powers_of_two(self.vllm_config.model_config.hf_config)),
             loading=self._loading,
             host=_host,
         )
