@@ -64,13 +64,13 @@ def find(store: Store, depth: int) -> list[str]:
 
 
 def below(store: Store, prefix: str) -> str:
-    """The address of what lies at a prefix of a store."""
+    """The address of a prefix of a store."""
     place, mark, query = store.url.partition("?")
     return place.rstrip("/") + (f"/{quote(prefix.rstrip('/'))}" if prefix else "") + mark + query
 
 
 def look(url: str, *, stored: bool = False) -> ListedRun:
-    """What `runs` says of one run, in a handful of small requests. Problems are returned, not raised."""
+    """The row of `runs` about one run, in a handful of small requests. Problems are returned, not raised."""
     try:
         run = Run.open(open_store(url))
         newest = run.newest()

@@ -190,7 +190,7 @@ def plan_prune(
     going = {v for v in manifests if v in pruned and v not in restored and not waits(v)}
 
     def objects(versions: Collection[int], gone: Collection[int]) -> set[str]:
-        """What these versions name. A link that was added later is of no use without its base."""
+        """Objects that these versions name. A link that was added later is useless without its base."""
         more = (x for v in versions for x in later[v] if x.base is None or (x.base in manifests and x.base not in gone))
         return {
             *(blob.key for v in versions for blob in blobs(manifests[v])),

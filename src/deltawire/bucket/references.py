@@ -27,7 +27,7 @@ Reference = str | Path | Resolve | None
 
 
 def resolver(reference: Reference) -> Resolve:
-    """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
+    """Return a function that finds the checkpoint of a reference: where the user says it is, else by the run's name."""
     if callable(reference):
         return reference
     return find_reference if reference is None else lambda *_: Path(reference)

@@ -76,7 +76,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """What one key signed."""
+    """Versions that one key signed."""
 
     key: str
     signed: str
@@ -293,7 +293,7 @@ class _Records:
         ]
 
     def _check_history(self) -> None:
-        """What readers see of a version without reading its manifest must be what the manifest says."""
+        """Check that summaries of a version, which readers use without its manifest, say what the manifest says."""
         tellers: Counter[int] = Counter()
         wrong: dict[int, list[tuple[str, Summary]]] = defaultdict(list)
         for key, summaries, covered in self._tellers():
@@ -488,7 +488,7 @@ class _Replay:
         return ""
 
     def _take(self, visit: _Visit, fetched: FetchedLink, *, write: bool = True) -> None:
-        """As `advance`. What led to this version before must have led to the same weights."""
+        """As `advance`. All links to a version must lead to the same weights."""
         found, version, kind = self.sum, visit.manifest.version, visit.link.kind
 
         def changed(changes: Sequence[Change] | None) -> None:
@@ -537,7 +537,7 @@ class _Replay:
                 raise _Contradiction(Problem(visit.manifest.version, bad.key, ForeignObject.__name__, message, _FORGED))
 
     def _stand_at(self, version: int) -> bool:
-        """Bring the state to a version, where neither the walk nor an anchor led there. False if no way does."""
+        """Bring the state to a version that neither the walk nor an anchor has reached. False if no link does."""
         while self.state.version != version:
             try:
                 for step, pending in prefetch(self.run, self.walker.plan(self.state.version, version), shared=False):

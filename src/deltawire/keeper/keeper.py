@@ -64,7 +64,7 @@ PRUNE_EVERY_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """What a keeper does.
+    """Options of a keeper.
 
     dw.KeeperOptions(mirrors=("s3://elsewhere/chat",), views=(("fp8-block", "s3://runs/chat-fp8"),))
     """
@@ -89,7 +89,7 @@ class KeeperOptions:
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
-    """What a keeper did with a version.
+    """Result of a keeper's work on a version.
 
     for kept in keeper.once():
         print(kept.version, kept.newest - kept.version, "behind")

@@ -31,7 +31,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """An object that is not what a manifest says, at the source."""
+    """An object of the source that is not the one its manifest names."""
 
     versions: set[int]
     """Versions that name it: a companion file may belong to many."""
@@ -41,7 +41,7 @@ class Damaged:
 
 
 class Mirror:
-    """A copy of a run in another bucket. It goes on where it was interrupted, whatever is there already.
+    """A copy of a run in another bucket. It continues after an interruption, whatever is there already.
 
     A damaged object of the source is not copied, and holds nothing up: the version is there without it, and readers go
     another way, as they do at the source. It is copied as soon as it is repaired.

@@ -142,7 +142,7 @@ class Skips:
         self.version, self._pieces = version, [[] for _ in range(self.levels)]
 
     def next(self, goal: int) -> int:
-        """The farthest version up to `goal` to go to in one piece."""
+        """The farthest version up to `goal` that one sync may go to."""
         at, unit = self.version or 0, 1
         while at % (4 * unit) == 0 and at + 4 * unit <= goal and 4 * unit < 4**self.levels:
             unit *= 4

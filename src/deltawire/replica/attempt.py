@@ -42,7 +42,10 @@ class Attempt:
         self._have_strayed = False
 
     def reach(self, resolve: Resolve, progress: Progress | None) -> None:
-        """Go there. Raises what no other way leads around; the weights are then what they were, or no version."""
+        """Bring the weights to the version. Raises the error that no other way avoids.
+
+        The weights are then unchanged, or no version.
+        """
 
         def told(count: int) -> None:
             # a replica that fetches for long must not look abandoned
@@ -81,7 +84,7 @@ class Attempt:
         return True
 
     def _held(self) -> Held | None:
-        """What the target holds of the model, if it needs no more of the objects than that."""
+        """The part of the model that the target holds, if it needs no more of the objects."""
         target = self._weights.target
         regions = target.holds() if self._copy is None and isinstance(target, PartTarget) else None
         return None if regions is None else part_of(self._run.schema, regions)

@@ -170,7 +170,7 @@ class DeviceShard:
         return self._patch(*ready)
 
     def compare(self, source: Source) -> Patch:
-        """What full weights change, found on the device, band by band. TooMany if most of a model is other weights."""
+        """Find what full weights change, on the device, band by band. TooMany if most of a model differs."""
         found: list[kernels.Changed] = []
         room = sum(piece.region.units for piece in self.pieces) // DENSE
         for piece in self._plain:
@@ -492,7 +492,7 @@ def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Ch
 
 
 def _bands_of(pieces: Sequence[Piece]) -> Launch:
-    """What the kernel's programs work on: some rows of a piece each."""
+    """The work of each of the kernel's programs: some rows of a piece."""
     bands = []
     for piece in pieces:
         region = piece.region

@@ -80,6 +80,6 @@ class Failures:
         return refusal.reason if refusal else ""
 
     def reached(self, version: int) -> None:
-        """Forget what stood in the way of this version and earlier ones."""
+        """Drop refusals of this version and of earlier ones."""
         self.trouble = ""
         self._refusals = {refused: why for refused, why in self._refusals.items() if refused > version}

@@ -59,7 +59,7 @@ class Heartbeats:
         self.beat(force=True)
 
     def done(self) -> None:
-        """Nothing that was announced is read any more, as the next heartbeat says."""
+        """End what was announced: the next heartbeat names no version that is being read."""
         self._reading = ()
 
     def record(

@@ -44,7 +44,7 @@ _WIDER = {"BF16": {"F32", "F64"}, "F16": {"F32", "F64"}, "F32": {"F64"}}
 
 @runtime_checkable
 class AdapterView(Protocol):
-    """A model whose tensors are those of an adapter, and which knows the model that it is on."""
+    """A model whose tensors are those of an adapter, and which can check the base model under it."""
 
     def check_base(self, base: Base, run: str) -> None:
         """Raise SchemaMismatch if the adapters of a run are trained on another base model than this one is on."""
@@ -158,7 +158,7 @@ class ModelWeights:
         return self.total(self.shard.digests(self.groups))
 
     def total(self, sums: Sums) -> StateDigest:
-        """The digest of all tensors. Where one of two tied weights was changed alone, a digest that no version has."""
+        """The digest of all tensors; one that no version has, where only one of two tied weights was changed."""
         total = sums.get(0, StateDigest())
         for copies in self._copies.values():
             first, *others = (sums[group] for group in copies)

@@ -73,7 +73,7 @@ class DevicePieces:
         self._width = max((piece.tensor.unit_size for piece in pieces), default=1)
 
     def cut(self, block: list[RegionMoves] | context.TiledBlock) -> tuple[list[NumberedMoves], list[Tiles]]:
-        """What of a block lies in these pieces: moves, or tiles whose classes are to be counted. Raises CutTiles."""
+        """The part of a block in these pieces: moves, or tiles whose classes must be counted. Raises CutTiles."""
         if isinstance(block, context.TiledBlock):
             return [], self._tiles(block)
         found = []

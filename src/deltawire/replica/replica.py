@@ -418,5 +418,5 @@ class Replica:
         return target is model or (isinstance(target, ModelTarget) and target.model is model)
 
     def _status(self) -> Status | None:
-        """What heartbeats tell."""
+        """The content of the next heartbeat."""
         return None if self._run is None else (self._run.info.run, self._weights.served, self._newest, self.timings)

@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceChange:
-    """What changes in one piece. `change.region` lies within the piece's."""
+    """A change within one piece. `change.region` lies within the piece's."""
 
     piece: int
     """Its number in the shard."""
@@ -105,7 +105,7 @@ class LiveShard(Protocol):
 
 
 def cut(region: Region, piece: Region, positions: Positions, *values: Bits) -> tuple[Any, ...]:
-    """What of the changes of a region lies in a piece: positions, counted within the piece, and the values at them."""
+    """The part of a region's changes that lies in a piece: positions within the piece, and the values at them."""
     row, column = region.row - piece.row, region.column - piece.column
     if column == 0 and region.columns == piece.columns and row >= 0 and row + region.rows <= piece.rows:
         # every position moves by the same distance
@@ -117,7 +117,7 @@ def cut(region: Region, piece: Region, positions: Positions, *values: Bits) -> t
 
 
 def cut_moves(moves: RegionMoves, piece: Region) -> RegionMoves:
-    """What of the moves of a region lies in a piece."""
+    """The part of a region's moves that lies in a piece."""
     positions, values = cut(moves.region, piece, moves.positions, moves.values)
     return RegionMoves(piece, positions, values, moves.kind)
 

@@ -31,7 +31,7 @@ _REFUSED = ("foreach", "capturable", "differentiable")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A tensor, or what this process has of a DTensor: the memory itself, whose writes are counted there."""
+    """A tensor, or the local part of a DTensor: the memory itself, where its writes are counted."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
@@ -138,7 +138,7 @@ class DeltaAdamW(torch.optim.AdamW):
         torch.autograd.graph.increment_version(kept.written)
 
     def _prepare(self, elements: ops.Elements, params: list[Tensor], grads: list[Tensor | None]) -> _Kept:
-        """What stays the same from step to step as long as tensors stay where they are."""
+        """Everything that stays the same from step to step as long as the tensors do not move."""
         for group in self.param_groups:
             self._init_group(group, [], [], [], [], [], [])  # type: ignore[no-untyped-call]
         states = [None if grad is None else self.state[p] for p, grad in zip(self._parameters(), grads, strict=True)]
@@ -172,7 +172,7 @@ class DeltaAdamW(torch.optim.AdamW):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _held(self) -> list[Tensor]:
-        """What this process has of the parameters, in their own memory."""
+        """The local parts of the parameters, in their own memory."""
         return [local_tensor(p) for p in self._parameters()]
 
     def _cut(self) -> ops.Elements:
@@ -183,7 +183,7 @@ class DeltaAdamW(torch.optim.AdamW):
     # ── as a detector ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def detector(self) -> Detector:
-        """What `Publisher(detector=optimizer)` uses."""
+        """The detector that `Publisher(detector=optimizer)` uses."""
         return AdamWDetector(self)
 
     def _require_rest(self) -> None:
@@ -213,7 +213,7 @@ class DeltaAdamW(torch.optim.AdamW):
         return self._writes() != self._versions
 
     def _writes(self) -> list[int]:
-        """Autograd's count of writes: a DTensor has one of its own beside that of its local part."""
+        """Autograd's counts of writes. A DTensor has its own count, besides that of its local part."""
         return [t._version for tensors in (self._parameters(), self._held()) for t in tensors]
 
     def _require_log(self) -> ops.ChangeLog:
@@ -224,7 +224,7 @@ class DeltaAdamW(torch.optim.AdamW):
 
 
 class AdamWDetector(DeviceDetector):
-    """What a DeltaAdamW noted, and a snapshot of what it does not step (frozen weights, buffers)."""
+    """Changes that a DeltaAdamW has recorded, and a snapshot of weights that it does not step (frozen, buffers)."""
 
     def __init__(self, optimizer: DeltaAdamW) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class _Kept:
 
 
 def _require_alike(tensor: Tensor, parameter: Tensor) -> None:
-    """What the kernel can address beside its parameter: one element for one, of the same width, in the same order."""
+    """Require what the kernel can address beside its parameter: the same number, width and order of elements."""
     if tensor.dtype != parameter.dtype or not tensor.is_contiguous() or tensor.device != parameter.device:
         pieces = "" if tensor.is_contiguous() else ", not contiguous"
         raise ValueError(

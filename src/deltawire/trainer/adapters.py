@@ -120,7 +120,7 @@ class Adapter(_View):
 
     @cached_property
     def files(self) -> dict[str, bytes]:
-        """What goes with the weights, so that a checkout is a folder peft loads."""
+        """Files that make a checkout a folder which peft loads."""
         config = copy.copy(self._model.peft_config[self._name])
         # as PEFT does when it saves
         base = type(self._model.get_base_model())

@@ -155,7 +155,7 @@ class Captures:
             raise SnapshotLost("a publish was interrupted while it captured what changed")
 
     def _translated(self, found: Later[Found]) -> Later[Found]:
-        """What a detector found, in the coordinates of the checkpoint."""
+        """Changes that a detector found, in the coordinates of the checkpoint."""
 
         def translate() -> Found:
             # positions count within a region, so they stay what they are
@@ -275,7 +275,7 @@ class Weights:
 
 
 class Stream:
-    """What a source changed, compared while it is encoded.
+    """Changes of a source, compared while they are encoded.
 
     The weights captured last become the source's block by block. If anything fails on the way, drop `captures`.
     Iterate over `encode` once, to the end, before asking for `digest` or `weights`, which are those of the new version.

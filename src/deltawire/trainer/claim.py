@@ -80,7 +80,7 @@ ADVICE = "only one trainer may publish to a run: stop this one, or give it a run
 
 
 class _Found(NamedTuple):
-    """What is at writer.json."""
+    """Content of writer.json."""
 
     writer: Writer | None
     """None where there is nothing, or nothing that names a publisher."""

@@ -112,7 +112,7 @@ class Group:
 
 
 class _Watch:
-    """Connections beside those of messages, which say which rank has ended: only the end of a process closes one.
+    """Connections on which nothing is sent. They show which rank has ended: only the end of a process closes one.
 
     Who sees that tells the others, before its own process may end as well.
     """
@@ -165,7 +165,7 @@ class Ranks(Group):
     """The ranks of a torch process group."""
 
     def __init__(self, group: ProcessGroup, beside: Ranks | None = None) -> None:
-        """`beside` are the same ranks, used by another thread."""
+        """`beside`: a group of the same ranks for another thread, whose connections can be shared."""
         import torch
         import torch.distributed as dist
 
@@ -266,7 +266,7 @@ class Ranks(Group):
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank reports before a version is written."""
+    """Report of a rank before a version is written."""
 
     publishes: int
     """Number of its newest publish."""

@@ -196,7 +196,7 @@ class Committer:
         return manifest
 
     def keeper_index(self) -> AddedIndex | None:
-        """Return what a keeper says that it did, one or two small requests; None if there is none to rely on."""
+        """Return a keeper's index of what it added, in one or two small requests; None if none can be relied on."""
         try:
             index = self.run.added.index()
             if index is None or index.anchor is None or index.anchor == self._seen:
@@ -260,7 +260,7 @@ def _rotations(run: Run, newest: Manifest | None, signing: Signing | None) -> tu
 
 
 def _keep_run(run: Run) -> None:
-    """Of two trainers that create a run together, the one that holds the claim says what the run is."""
+    """Where two trainers create a run at once, make run.json that of the trainer that holds the claim."""
     if Run.open(run.store).info.run == run.info.run:
         return
     if run.listed():

@@ -25,13 +25,13 @@ log = logging.getLogger("deltawire")
 
 
 class _Config(msgspec.Struct):
-    """What is read of a model's config.json."""
+    """The part of a model's config.json that is read."""
 
     architectures: tuple[str, ...] = ()
 
 
 class _AdapterConfig(msgspec.Struct):
-    """What is read of an adapter's adapter_config.json."""
+    """The part of an adapter's adapter_config.json that is read."""
 
     base_model_name_or_path: str | None = None
 
@@ -90,8 +90,8 @@ class Companions:
             return ""
 
     def put(self, store: Store, before: tuple[File, ...], schema: Schema) -> tuple[File, ...]:
-        """Upload what the version before does not have. Returns all files of the next version, whose weights have this
-        schema."""
+        """Upload the files that the version before does not have. Returns all files of the next version,
+        whose weights have this schema."""
         known = {file.key for file in before}
         result = {file.name: file for file in before} if self._given is None else {}
         files = self._all()

@@ -45,7 +45,7 @@ class SnapshotLost(PublishFailed):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What changed between two moments, on the host."""
+    """Changes between two captures, in host memory."""
 
     blocks: list[list[Change]]
     """One list per block of the plan, one change per region of it, empty ones included."""
@@ -186,7 +186,7 @@ class HostDetector(Detector):
         return state.digest
 
     def _differences(self, source: Source) -> Iterable[tuple[list[Change], StateDigest]]:
-        """What differs in each block of the plan, and how the digest moves."""
+        """The changes in each block of the plan, and how the digest moves."""
 
         def difference(region: Region) -> Change:
             if isinstance(source, OneByOne):

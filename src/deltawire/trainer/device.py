@@ -61,7 +61,7 @@ class TensorGroup(Protocol):
         ...
 
     def find(self, live: Sequence[Tensor], most: int) -> Any:
-        """What differs now; kernels.TooMany past so many. Changes nothing."""
+        """Find the changes; raises kernels.TooMany past so many. Writes nothing."""
         ...
 
     def take(self, found: Any) -> None: ...
@@ -119,7 +119,7 @@ class DeviceCopy:
 
 @dataclass(slots=True, eq=False)
 class _Streamed:
-    """What differs, block by block on the device until it is needed on the host."""
+    """Changes, kept on the device block by block until they are needed on the host."""
 
     blocks: list[tuple[Plan, kernels.Changed, Sequence[Region]]]
     changes: list[Change] | None = None
@@ -449,7 +449,7 @@ class DeviceDetector(Detector):
             self._copied.record(self._stream)
 
     def _after_copies(self) -> None:
-        """What is queued from now on may write to the weights captured last: copies of them come first."""
+        """Wait for copies of the weights captured last: what is queued from now on may write to them."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)
 
@@ -465,7 +465,7 @@ class DeviceDetector(Detector):
             yield
 
     def _mark(self) -> None:
-        """What is read from now on comes after what was queued so far."""
+        """Order reads from now on after all work that was queued so far."""
         if self._stream is not None:
             self._taken.record(torch.cuda.current_stream(self.device))
 

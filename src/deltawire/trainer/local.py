@@ -24,7 +24,7 @@ from .pairs import OneByOne
 
 
 class LocalModel:
-    """What this process holds of a model; this class itself: all of it."""
+    """The part of a model that this process holds. This class is for all of it; `Shards` for a part."""
 
     def __init__(self, url: str, wire_dtype: str | None, view: str | None, detector: Detector | None) -> None:
         """`url` is that of the run. Without a `view` the weights themselves are published."""
@@ -45,7 +45,7 @@ class LocalModel:
 
     @property
     def regions(self) -> Sequence[Region]:
-        """What this process writes."""
+        """The regions that this process writes."""
         return [whole(tensor) for tensor in self._schema.tensors] if self._schema else []
 
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
@@ -77,7 +77,7 @@ class LocalModel:
         return source
 
     def one_by_one(self, schema: Schema | None, held: Detector | None, *, keeps: bool) -> OneByOne:
-        """What takes weights that come one by one. `schema` is that of the run, and `held` has the weights captured
+        """A source that takes weights one by one. `schema` is that of the run, and `held` has the weights captured
         last, where there are any."""
         if self.view is not None:
             # both are those of the view

@@ -34,7 +34,7 @@ def is_pairs(model: Any) -> TypeGuard[Pairs]:
 
 
 class OneByOne:
-    """What an iterator brought, as a source: full weights, or what differs from others."""
+    """Weights from an iterator, as a source: all bits, or the differences from other weights."""
 
     def __init__(
         self, wire_dtype: str | None, schema: Schema | None = None, base: State | None = None, *, keeps: bool = True
@@ -126,7 +126,7 @@ class OneByOne:
         return name
 
     def _keep(self, stored: str, spec: TensorSpec, view: ModelView) -> bool:
-        """Keep what a tensor says. False if it came before with other bits."""
+        """Keep the bits of a tensor. False if it came before with other bits."""
         if self._base is None:
             bits = view.bits(spec.name)
             if stored in self.tensors:

@@ -19,7 +19,7 @@ from .shard import Pieces
 
 
 def held_by_name(model: Any) -> dict[str, Any]:
-    """What this rank holds of a model: its tensors as in its checkpoint, `Pieces` for those that are cut flat."""
+    """The tensors of a model that this rank holds, named as in its checkpoint; `Pieces` for those that are cut flat."""
     # a view of a module, such as adapter(model), names other tensors than the module has
     if is_module(model) and hasattr(model, "named_modules"):
         if (root := fsdp1_root(model)) is not None:

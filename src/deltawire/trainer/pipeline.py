@@ -70,7 +70,7 @@ def most_pending(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What publishes are compared with and written by. Opened by the first publish; lost when a stream fails."""
+    """The captures and the writer of an open run. Made by the first publish; dropped when a stream fails."""
 
     captures: Captures
     writer: VersionWriter
@@ -512,8 +512,8 @@ class Pipeline:
             raise
 
     def _agree(self, pending: CapturedVersion) -> tuple[int, bool]:
-        """Make the version end with the same publish on all ranks. Returns how many weights changed on all of them, and
-        whether one of them does not know since which version.
+        """Merge publishes until the version ends with the same one on all ranks. Returns how many weights changed
+        on all of them, and whether one of them does not know since which version.
 
         Ranks call this at their own time, while training goes on. What was merged cannot be split again, so ranks that
         are behind merge further publishes until they are equal to the one farthest ahead.

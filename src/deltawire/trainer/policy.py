@@ -72,7 +72,7 @@ class AnchorPolicy:
     def leaves_to_keeper(
         self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary], index: AddedIndex | None
     ) -> bool:
-        """Whether a keeper makes the anchor that is wanted, or has made one: `index` says what it did. Pure.
+        """Whether a keeper makes the anchor that is wanted, or has made one: `index` is what the keeper wrote. Pure.
 
         A keeper that is not far behind gets twice the time; then an anchor is made whatever it says.
         """
@@ -91,7 +91,7 @@ class AnchorPolicy:
 
 @dataclass(slots=True)
 class Estimate:
-    """What an encoding is expected to need. Per thread, both ways together where it is time."""
+    """Expected bytes and time of an encoding. Times are of one thread, for encoding and decoding together."""
 
     bits_per_changed: float
     seconds_per_weight: float
@@ -101,7 +101,7 @@ class Estimate:
 
     @classmethod
     def of(cls, encoding: str) -> Estimate:
-        """What was measured beforehand (costs.py)."""
+        """The estimate from measured coefficients (costs.py)."""
         coding = CODING[encoding]
         per_weight = coding.encode_weight + coding.decode_weight
         return cls(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)

@@ -356,8 +356,8 @@ class Publisher:
             )
 
     def _handed_in(self, model: Model | Pairs | Collection[Shard]) -> Any:
-        """Shards as one object, anything else as it is. A list of nothing is one of shards where ranks publish shards,
-        which the first publish decides."""
+        """Return shards as one object, anything else as it is. Where ranks publish shards, which the first
+        publish decides, an empty list is no shards."""
         return as_held(model, nothing=may_share(self._group) and not self._pipeline.one_by_one)
 
     def _pipeline_for(self, model: Any) -> Pipeline:

@@ -81,7 +81,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """What this rank holds of one tensor, in pieces that lie anywhere. It may be nothing."""
+    """The pieces of one tensor that this rank holds, wherever they lie in it; there may be none."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -99,14 +99,14 @@ class Pieces:
 
 
 class HeldShards:
-    """The shards that this rank publishes, by tensor. What `Publisher` makes of a list of them."""
+    """The shards that this rank publishes, by tensor. `Publisher` makes it from a list of them."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._shards = shards
 
     @cached_property
     def tensors(self) -> dict[str, Pieces]:
-        """What this rank holds. Looked at where all ranks are: an error of one is raised on all of them."""
+        """What this rank holds, by tensor. Read where all ranks take part: an error of one is raised on all."""
         by_name: dict[str, list[Shard]] = {}
         for shard in self._shards:
             if not isinstance(shard, Shard):

@@ -188,7 +188,7 @@ class Shards(LocalModel):
         return Schema.build(specs, local.ties)
 
     def _cut_to(self, holders: Iterable[Region]) -> Iterator[LocalRegion]:
-        """What this rank holds, cut to the tiles that all ranks have cut the tensors to."""
+        """The parts that this rank holds, cut to the tiles of all ranks."""
         by_tensor: dict[str, list[Region]] = {}
         for tile in holders:
             by_tensor.setdefault(tile.tensor.name, []).append(tile)
@@ -266,7 +266,7 @@ class Shards(LocalModel):
 
 
 def _local(tensor: Any, part: LocalRegion) -> Tensor:
-    """What this process has of a tensor, or of the one that a band is part of."""
+    """The local part of a tensor, or of the tensor that a band is part of."""
     whole = tensor.whole if isinstance(tensor, Band) else tensor
     return whole.pieces[part.piece][0] if isinstance(whole, Pieces) else local_tensor(whole)
 
@@ -369,7 +369,7 @@ def flat_regions(spec: TensorSpec, where: range) -> Iterator[LocalRegion]:
 
 
 def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list[LocalRegion]:
-    """What this rank holds of a band, from what it holds of the whole tensor."""
+    """The part of a band that this rank holds, from its part of the whole tensor."""
     if band.shape != spec.shape:
         raise SchemaMismatch(f"{spec.name!r} is {list(band.shape)} on this rank and {list(spec.shape)} on rank 0")
     found = []
@@ -383,7 +383,7 @@ def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list
 
 
 def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: str) -> Indices:
-    """What is left of a dimension's indices here; mesh dimensions cut one after the other."""
+    """The indices of a dimension that are here, after the mesh dimensions have cut it one after the other."""
     for placement, size, at in cuts:
         if isinstance(placement, Replicate):
             continue

@@ -34,7 +34,7 @@ from .policy import AnchorPolicy, Choice, EncodingChooser
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks must know about a version before they encode it."""
+    """Facts about a version that all ranks need before they encode it."""
 
     version: int
     writer: str
@@ -50,7 +50,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """What one rank has put into the bucket."""
+    """Objects that one rank has put into the bucket."""
 
     links: list[Link]
     changed: int
@@ -213,7 +213,7 @@ class VersionWriter:
 
 
 def _require_equal(version: int, expected: str, found: Sequence[StateDigest | None]) -> None:
-    """Compare two answers to what a version is: the one of its chain, and the shares of all ranks in its weights."""
+    """Compare the two digests of a version: that of its chain, and the sum over the weights of all ranks."""
     weights = str(sum((share for share in found if share is not None), StateDigest()))
     if weights != expected:
         raise DigestMismatch(
