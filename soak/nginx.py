@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import boto3
@@ -70,6 +71,25 @@ def let_read(seaweed: SeaweedFS, bucket: str) -> None:
     client.put_bucket_policy(Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": rules}))
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that nginx answered, also for a slice of an object."""
+
+    at: float
+    """Seconds since 1970, when the answer was complete."""
+    status: int
+    origin: str
+    """The origin's status; - if the origin was not asked."""
+    bytes: int
+    """What was sent, with headers."""
+    path: str
+
+    @property
+    def is_of_origin(self) -> bool:
+        """Whether the origin was asked."""
+        return self.origin != "-"
+
+
 class Nginx:
     """An nginx with the configuration that is deployed, but for addresses, folders and what `changes` replaces.
 
@@ -94,10 +114,17 @@ class Nginx:
             for name in ("trusted", "other"):
                 pem = certificate_of("127.0.0.1", folder / f"{name}.pem")
                 (folder / f"{name}.conf").write_text(f"ssl_certificate {pem}; ssl_certificate_key {pem};\n")
+        self._program = found
         self._write(changes or {})
-        with open(folder / "said", "wb") as said:
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also again after `close`, at the same address."""
+        with open(self.folder / "said", "wb") as said:
             self._process = subprocess.Popen(
-                [found, "-c", str(folder / "nginx.conf"), "-e", f"{folder}/error.log"], stdout=said, stderr=said
+                [self._program, "-c", f"{self.folder}/nginx.conf", "-e", f"{self.folder}/error.log"],
+                stdout=said,
+                stderr=said,
             )
         try:
             self._wait()
@@ -130,7 +157,7 @@ class Nginx:
             "events { worker_connections 8192; }",
             f"error_log {folder}/error.log notice;",
             "http {",
-            "log_format all '$uri $status $upstream_status';",
+            "log_format all '$msec\t$status\t$upstream_status\t$bytes_sent\t$uri';",
             "log_subrequest on;",
             f"access_log {folder}/access.log all;",
             *(f"{name}_temp_path {folder}/{name};" for name in temporary),
@@ -152,14 +179,14 @@ class Nginx:
         return self._process.pid
 
     @property
-    def answers(self) -> list[tuple[str, str, str]]:
-        """Requests, also for slices: path, status, and the origin's status, which is - if the origin was not asked."""
-        lines = (self.folder / "access.log").read_text().splitlines()
-        return [(path, status, above) for path, status, above in (line.rsplit(" ", 2) for line in lines)]
+    def answers(self) -> list[Answer]:
+        """All requests so far, in their order."""
+        rows = (line.split("\t", 4) for line in (self.folder / "access.log").read_text().splitlines())
+        return [Answer(float(at), int(status), above, int(sent), path) for at, status, above, sent, path in rows]
 
     def at_origin(self) -> Counter[str]:
         """Number of requests that the origin got, by path."""
-        return Counter(path for path, _, above in self.answers if above != "-")
+        return Counter(answer.path for answer in self.answers if answer.is_of_origin)
 
     def close(self) -> None:
         """End it, with its workers."""

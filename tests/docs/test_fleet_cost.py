@@ -1,4 +1,4 @@
-"""The tables of docs/fleet.md and docs/fleet-cost.md are what the simulation computes and the benchmarks found."""
+"""The tables of docs/fleet.md and docs/fleet-cost.md are what the model computes and the benchmarks found."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("fleet")
+    return importlib.import_module("fleet_cost")
 
 
 def test_document_and_results_are_what_it_computes(simulation: Any) -> None:
-    found = json.loads((ROOT / "benchmarks/results/fleet.json").read_text())
-    assert json.loads(json.dumps(simulation.simulate(simulation.World()))) == found, "python benchmarks/fleet.py"
+    found = json.loads((ROOT / "benchmarks/results/fleet-cost.json").read_text())
+    assert json.loads(json.dumps(simulation.simulate(simulation.World()))) == found, "python benchmarks/fleet_cost.py"
     page = (ROOT / "docs/fleet-cost.md").read_text()
     assert "\n".join(simulation.table(found)) in page
     # every assumption is in the text
