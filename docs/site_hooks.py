@@ -70,6 +70,8 @@ API = {
         "deltawire.Summary",
         "deltawire.Tag",
         "deltawire.Heartbeat",
+        "deltawire.Roster",
+        "deltawire.latest_heartbeats",
         "deltawire.SyncRecord",
         "deltawire.host_and_port",
     ),

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from deltawire.bucket.addresses import checked_address, host_and_port
+from deltawire.bucket.roster import latest_heartbeats
 from deltawire.bucket.run import Run
 from deltawire.cli.allowed import Allowed, addresses
 from deltawire.core import keys
 from deltawire.core.errors import Misconfigured
 from deltawire.core.manifest import Heartbeat, SyncRecord, dump
-from deltawire.fleet import Fleet, Member, latest_heartbeats
+from deltawire.fleet import Fleet, Member
 from deltawire.replica import Replica
 from deltawire.store import ObjectInfo, Store
 from deltawire_wordle.counting import CountingStore

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .bucket.contents import step_sizes, tensor_changes
     from .bucket.prune import PrunePlan, Retention, prune
     from .bucket.replay import checkout
+    from .bucket.roster import latest_heartbeats
     from .bucket.run import Run
     from .bucket.trust import Trust, delegate
     from .bucket.verify import Verification, verify
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .core.digest import StateDigest
     from .core.errors import DeltawireError
     from .core.full import Checkpoint, FullFile, Source, digest_of
-    from .core.manifest import Heartbeat, Link, Manifest, Summary, SyncRecord, Tag
+    from .core.manifest import Heartbeat, Link, Manifest, Roster, Summary, SyncRecord, Tag
     from .core.schema import Schema, TensorSpec
     from .core.signing import SigningKey
     from .core.state import State
@@ -67,6 +68,7 @@ __all__ = [
     "Region",
     "Replica",
     "Retention",
+    "Roster",
     "Run",
     "Schema",
     "Shard",
@@ -98,6 +100,7 @@ __all__ = [
     "encode",
     "errors",
     "host_and_port",
+    "latest_heartbeats",
     "merged_weights",
     "prune",
     "runs",
@@ -136,6 +139,7 @@ _HOMES = {
     "Region": "core.change",
     "Replica": "replica",
     "Retention": "bucket.prune",
+    "Roster": "core.manifest",
     "Run": "bucket.run",
     "Schema": "core.schema",
     "Shard": "trainer",
@@ -167,6 +171,7 @@ _HOMES = {
     "encode": "api",
     "errors": "errors",
     "host_and_port": "bucket.addresses",
+    "latest_heartbeats": "bucket.roster",
     "merged_weights": "trainer",
     "prune": "bucket.prune",
     "runs": "bucket.browse",

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import deltawire as dw
@@ -28,17 +28,14 @@ REPLICAS = "replicas/"
 HEARTBEATS = 1000
 """Number of heartbeats that are read."""
 
+FEW = 100
+"""Heartbeats up to which no roster is looked for again: keepers write one of more than these."""
+
 FRESH_S = 60.0
 """Seconds after which a replica without a new heartbeat is silent; one is due every ten."""
 
-RENEWED_S = 60.0
-"""Age up to which a heartbeat that is known is read before others."""
-
 JUST_PUBLISHED = 1000
 """Number of versions by which a heartbeat may be ahead of the newest known one, which was read before it."""
-
-STORE_SKEW_S = 300.0
-"""Seconds by which a store's clock may be ahead of this machine's."""
 
 SKEW_S = 5.0
 """Seconds by which a replica's clock may be ahead without being corrected: a put takes time, and listings have whole
@@ -155,6 +152,9 @@ class Fleet:
         self._run, self._fresh, self._keepers, self._copied = run, fresh, keepers, copied
         self._wanted = re.compile("|".join(fnmatch.translate(f"{REPLICAS}{pattern}.json") for pattern in only))
         self._known: dict[str, _Known] = {}
+        self._roster: ObjectInfo | None = None
+        """The roster that was read last."""
+        self._is_small = False
         self.broken: list[str] = []
         """Names of those whose heartbeat cannot be read."""
         self.left_out = 0
@@ -163,12 +163,18 @@ class Fleet:
         """Number of requests of the last `read`."""
 
     def read(self, most: int = HEARTBEATS) -> None:
-        """Read the heartbeats that were written since the last time, at most so many: the others come later."""
+        """Read the heartbeats that were written since the last time, at most so many: the others come later.
+
+        Those of a large fleet are read from the roster, if a keeper writes one.
+        """
+        self.requests = 0
+        if not self._is_small and self._read_roster():
+            return
         self._list()
         # those that were never read first, and then those whose news are oldest
         due = [known for known in self._known.values() if known.read != known.item]
         due = sorted(due, key=lambda known: known.read.modified if known.read else 0.0)[:most]
-        self.requests = 1 + len(due)
+        self.requests += len(due)
         for known, (item, beat) in zip(due, self._run.heartbeats([known.item for known in due]), strict=True):
             known.broken = isinstance(beat, DeltawireError)
             if known.broken:
@@ -188,10 +194,31 @@ class Fleet:
         found = (self._member(known, newest, summaries or {}, clock) for known in self._known.values())
         return sorted((member for member in found if member is not None), key=lambda member: member.replica)
 
+    def _read_roster(self) -> bool:
+        """Read the roster, unless it is known. False if there is none."""
+        self.requests, item = 1, self._run.roster_object()
+        if item is None or item == self._roster:
+            return item is not None
+        self.requests, found = 2, self._run.roster()
+        if found is None:
+            return False
+        self._roster, before, self._known = item, self._known, {}
+        for beat, modified in zip(found.replicas, found.modified, strict=True):
+            key = f"{REPLICAS}{beat.replica}.json"
+            if self._wanted.match(key):
+                known = self._known[key] = before.get(key) or _Known(ObjectInfo(key, 0, modified, None))
+                known.item = known.read = ObjectInfo(key, 0, modified, None)
+                known.beat, known.broken = beat, False
+                self._keep_syncs(known.syncs, beat, self._skew(known))
+        self.left_out, self.broken = found.left_out, []
+        return True
+
     def _list(self) -> None:
         before = self._known
         found = [item for item in self._run.heartbeat_objects() if self._wanted.match(item.key)]
-        items = latest_heartbeats(found, HEARTBEATS, [key for key, known in before.items() if known.beat])
+        items = dw.latest_heartbeats(found, HEARTBEATS, [key for key, known in before.items() if known.beat])
+        self.requests += max(1, -(-len(found) // 1000))  # as buckets list them
+        self._is_small = len(found) <= FEW
         left_out = len(found) - len(items)
         if left_out and not self.left_out:
             log.warning(
@@ -267,26 +294,6 @@ class Fleet:
             self._skew(known),
             tuple(syncs),
         )
-
-
-def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Sequence[str] = ()) -> list[ObjectInfo]:
-    """Choose which heartbeats to read, by the store's time of each: anybody may write any number of them.
-
-    The latest come first. Up to half are ones that are `known` (keys, the first of them first) and were written within
-    RENEWED_S, so that they are found however many new ones there are. A time in the future counts as the oldest: files
-    can be given one.
-    """
-    clock = time.time()
-
-    def age(item: ObjectInfo) -> tuple[float, float]:
-        seconds = clock - item.modified
-        return (seconds if seconds > -STORE_SKEW_S else math.inf), -item.modified
-
-    ordered = sorted(items, key=age)
-    renewed = {item.key: item for item in ordered if age(item)[0] < RENEWED_S}
-    first = [renewed[key] for key in known if key in renewed][: limit // 2]
-    kept = {item.key for item in first}
-    return [*first, *(item for item in ordered if item.key not in kept)][:limit]
 
 
 def _address(text: str) -> str:

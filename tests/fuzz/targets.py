@@ -40,6 +40,7 @@ from deltawire.core.describe import FileContents
 from deltawire.core.errors import DeltawireError
 from deltawire.core.signing import MANIFEST, SigningKey
 from deltawire.keeper.keeper import Keeper, KeeperOptions
+from deltawire.keeper.roster import RosterWriter
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
@@ -158,8 +159,8 @@ class Runs:
     """Whole runs with changed objects, by everything that reads one: replica, publisher and the commands."""
 
     kinds = (
-        "run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "tag", "added", "records",
-        "special files",
+        "run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "roster", "tag", "added",
+        "records", "special files",
     )  # fmt: skip
 
     _KEYS: ClassVar = {
@@ -170,6 +171,7 @@ class Runs:
         "history": (keys.HISTORY,),
         "pruned": (keys.PRUNED,),
         "heartbeat": (keys.REPLICAS,),
+        "roster": (keys.ROSTER,),
         "tag": (keys.TAGS,),
         "added": (keys.ADDED, keys.ADDED_PAGES),
     }
@@ -181,6 +183,7 @@ class Runs:
         "verify": ["verify", "RUN"],
         "prune": ["prune", "RUN", "--keep-last", "2"],
         "prune apply": ["prune", "RUN", "--keep-last", "2", "--grace", "0s", "--apply"],
+        "fleet": ["fleet", "RUN"],
         "tag": ["tag", "RUN"],
         "show two": ["show", "RUN@best", "@latest"],
         "runs": ["runs", "HOME", "--json"],
@@ -216,6 +219,8 @@ class Runs:
             set_tag(run, 12, "best")
             set_tag(run, 8, "first")
             self._keep(store, run)
+            with mock.patch("deltawire.keeper.roster.LEAST", 1):
+                RosterWriter(run).update()
         store.put(keys.PRUNED, json.dumps({"run": run.info.run, "versions": [[1, 3], [5, 7]]}).encode())
         made = {info.key: store.get(info.key).data for info in store.list()}
         for key, data in made.items():
@@ -320,6 +325,9 @@ class Runs:
 
     def _objects(self, case: Case) -> Iterator[tuple[str, bytes]]:
         for key, data in {**self.corpus, **case.files}.items():
+            # where there is a roster, heartbeats are not read
+            if key == keys.ROSTER and key not in case.files and case.kind != "roster":
+                continue
             if data is not None and key not in case.links:
                 yield key, data
 

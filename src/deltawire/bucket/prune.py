@@ -41,7 +41,7 @@ from ..store.base import Sweeping
 from .run import Run, blobs, lean
 from .versions import tags
 
-_READERS = 10_000
+_READERS = 50_000
 """Replicas that may say what they read. All of them are asked, since what one reads must stay; so more are refused."""
 
 

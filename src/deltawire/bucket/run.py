@@ -41,6 +41,7 @@ from ..core.manifest import (
     Link,
     Manifest,
     Pruned,
+    Roster,
     RunInfo,
     Summary,
     Tag,
@@ -59,6 +60,7 @@ from ..store import MirroredStore, ObjectInfo, Store, open_store
 from . import versions
 from .added import AddedLinks
 from .references import OTHER_MODEL, as_run
+from .roster import is_fresh
 from .trust import KeysLike, RunTrust, Trust
 
 log = logging.getLogger("deltawire")
@@ -325,6 +327,22 @@ class Run:
 
         wanted = [*(self.heartbeat_objects() if items is None else items)]
         return zip(wanted, ordered_map(one, wanted, REQUESTS), strict=True)
+
+    def roster(self) -> Roster | None:
+        """Read the heartbeats of a large fleet from the one object in which a keeper writes them. Untrusted, too.
+
+        if run.roster_object() is not None and (roster := run.roster()) is not None:
+            print(len(roster.replicas), "replicas")
+        """
+        return self.hint(keys.ROSTER, Roster)
+
+    def roster_object(self) -> ObjectInfo | None:
+        """The object of the roster, without reading it; None if there is none that a keeper wrote within a minute."""
+        try:
+            item = self.store.head(keys.ROSTER)
+        except ObjectNotFound:
+            return None
+        return item if is_fresh(item.modified) else None
 
     def heartbeat_objects(self) -> list[ObjectInfo]:
         """List the heartbeats in the bucket, without reading them: one request per thousand."""

@@ -6,6 +6,7 @@ import json as json_module
 import re
 import shlex
 import subprocess
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..fleet import Member
+
+_SHOWN = 100
+"""Replicas in a table, at most; those that need a look come first."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -200,6 +204,13 @@ def prometheus_targets(found: list[str]) -> str:
 
 def print_members(out: ui.Console, found: list[Member], allowed: Allowed | None = None) -> None:
     """Print a table of replicas, and why some of them fail. Addresses that are not `allowed` are marked."""
+    if len(found) > _SHOWN:
+        counts = Counter(member.health for member in found)
+        out.print(
+            f"{len(found):,} replicas: {', '.join(f'{count:,} {health}' for health, count in counts.most_common())}; "
+            f"these are the {_SHOWN} that need a look first, --json has all"
+        )
+        found = sorted(found, key=lambda member: (member.health == "ok", -(member.lag or 0)))[:_SHOWN]
     if found:
         columns = ("replica", "version", "lag", "health", "last pause", "seen", "address")
         rows, left = [_row(member, allowed) for member in found], ("replica", "health", "address")

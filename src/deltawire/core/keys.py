@@ -14,6 +14,7 @@ WRITER = "writer.json"
 DELEGATED = "delegated.json"
 ADDED = "added.json"
 KEEPER = "keeper.json"
+ROSTER = "roster.json"
 ADDED_PAGES = "added/"
 ANCHORS = "anchors/"
 DELTAS = "deltas/"
@@ -43,6 +44,7 @@ LIMITS = {
     PRUNED: 4 << 20,  # 200,000 ranges of versions
     RUN: 32 << 20,  # the schema of a model of 100,000 tensors takes a third of it
     REPLICAS: 16 << 10,
+    ROSTER: 16 << 20,  # 20,000 replicas take half of it
     TAGS: 16 << 10,
     VERSIONS: 4 << 20,  # a manifest that names 10,000 objects of a sharded trainer takes two thirds of it
     ADDED_PAGES: 4 << 20,
@@ -128,6 +130,12 @@ def replica(id: str) -> str:
     if not _REPLICA.fullmatch(id):
         raise ValueError(f"a replica id is letters, digits, '.', '_' and '-', at most 128; not {id[:40]!r}")
     return f"{REPLICAS}{id}.json"
+
+
+def is_replica(key: str) -> bool:
+    """Whether this is the key of a heartbeat."""
+    name = key.removeprefix(REPLICAS).removesuffix(".json")
+    return key == f"{REPLICAS}{name}.json" and _REPLICA.fullmatch(name) is not None
 
 
 def is_tag_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The small JSON objects of a run: run, manifest, head, pruned versions, tags, writer, heartbeats.
+"""The small JSON objects of a run: run, manifest, head, pruned versions, tags, writer, heartbeats, roster.
 
 All are read from a bucket and so are untrusted: `parse_*` checks types and meaning before they are used.
 """
@@ -443,6 +443,28 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         _check_ranges(self.reading)
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """roster.json: the heartbeats of a large fleet, as a keeper read them.
+
+    if (found := run.roster()) is not None:
+        _, roster = found           # roster.replicas, roster.modified
+    """
+
+    run: str
+    replicas: tuple[Heartbeat, ...]
+    """Each with its latest sync at most, without its run, timings and what it reads."""
+    modified: tuple[float, ...]
+    """When each was written, by the store's clock."""
+    left_out: int = 0
+    """Number of heartbeats that are not in it."""
+
+    def __post_init__(self) -> None:
+        if len(self.replicas) != len(self.modified):
+            raise ValueError("a roster has as many times as replicas")
+        for beat in self.replicas:
+            keys.replica(beat.replica)
 
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from statistics import median
 import deltawire as dw
 
 from ..errors import DAMAGE, DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..fleet import FRESH_S, HEARTBEATS, LARGEST, Fleet, Member, is_duration, moment
+from ..fleet import FRESH_S, LARGEST, Fleet, Member, is_duration, moment
 from ..store import Store
 from . import document as doc
 
@@ -32,6 +32,9 @@ MANY_REQUESTS = 400
 
 RECENT = 256
 """Versions that are shown in detail."""
+
+SHOWN = 256
+"""Replicas that are shown; all are counted."""
 
 MAX_TAGS = 4
 HEAT_ROWS = 400
@@ -172,7 +175,7 @@ class Collector:
             self._learn(run.manifest(newest))
             self._spent += 1 + MAX_TAGS
             self._tags = {name: tag.version for name, tag in run.tags(latest=MAX_TAGS).items()}
-        self._fleet.read(max(self._requests // 2, 1))
+        self._fleet.read(max(self._requests // 2 - 1, 1))
         self._spent += self._fleet.requests
         if first:
             self._first_steps(run)
@@ -276,26 +279,29 @@ class Collector:
         document.newest = self._newest
         document.tags = {name: v for name, v in self._tags.items() if v in self._summaries}
         document.totals, document.versions = self._totals, self._columns
-        document.replicas = self._members = self._fleet.members(self._head, self._summaries)
+        self._members = self._fleet.members(self._head, self._summaries)
+        document.replicas = _shown(self._members)
         document.recent = self._versions(sorted(self._summaries)[-RECENT:])
         document.trainer = [self._trainer[v] for v in sorted(self._trainer)]
         document.heat, document.steps = self._heat_map(), self._shown_steps
-        document.headline = _headline(document, self._summaries)
+        document.headline = _headline(document, self._members, self._summaries)
         document.notes = self._notes(document)
         return document
 
     def _notes(self, document: doc.Document) -> list[str]:
         notes = []
-        unread = sum(replica.health == "unread" for replica in document.replicas)
+        unread = sum(replica.health == "unread" for replica in self._members)
         if unread:
-            notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
+            notes.append(f"The heartbeats of {unread} of {len(self._members)} replicas were not read.")
         if broken := self._fleet.broken:
             names = [name[:24] for name in broken[:4]]
             more = ", …" if len(broken) > len(names) else ""
             many = f"{len(broken)} heartbeats" if len(broken) > 1 else "1 heartbeat"
             notes.append(f"{many} cannot be read: {', '.join(names)}{more}.")
         if self._fleet.left_out:
-            notes.append(f"{self._fleet.left_out:,} more heartbeats are left out: the latest {HEARTBEATS:,} are read.")
+            notes.append(f"{self._fleet.left_out:,} more heartbeats are left out: the latest ones are read.")
+        if (counted := len(self._members) - len(document.replicas)) > 0:
+            notes.append(f"{counted:,} more replicas are counted and not shown: those that need a look come first.")
         if document.versions and max(document.versions.count, default=1) > 1:
             most = max(document.versions.count)
             notes.append(f"{len(self._summaries):,} versions: in most charts a point is the mean of {most}.")
@@ -356,13 +362,19 @@ def _totals(found: list[dw.Summary], elements: int) -> doc.Totals:
     return totals
 
 
-def _headline(document: doc.Document, summaries: dict[int, dw.Summary]) -> doc.Headline:
+def _shown(members: list[Member]) -> list[Member]:
+    """By name, SHOWN at most: those that fail, then those that are far behind."""
+    chosen = sorted(members, key=lambda member: (member.health == "ok", -(member.lag or 0)))[:SHOWN]
+    return sorted(chosen, key=lambda member: member.replica)
+
+
+def _headline(document: doc.Document, members: list[Member], summaries: dict[int, dw.Summary]) -> doc.Headline:
     found, totals = doc.Headline(), document.totals
     if totals.delta_bytes:
         full = document.full_bytes * totals.deltas
         found.smaller, found.saved_bytes = round(full / totals.delta_bytes, 2), max(full - totals.delta_bytes, 0)
     arrivals = []
-    for replica in document.replicas:
+    for replica in members:
         found.failures += sum(sync.times for sync in replica.syncs if sync.error)
         for sync in replica.syncs:
             if sync.error or sync.previous is None:
@@ -373,7 +385,7 @@ def _headline(document: doc.Document, summaries: dict[int, dw.Summary]) -> doc.H
             if published is not None and sync.at >= published:
                 arrivals.append(sync.at - published)
     found.arrival_s = round(median(arrivals), 3) if arrivals else None
-    read = [replica for replica in document.replicas if replica.health != "unread"]
+    read = [replica for replica in members if replica.health != "unread"]
     # of a run that has ended all are silent: then it is about how it ended
     alive = [replica for replica in read if replica.health != "silent"] or read
     found.following, found.current = len(alive), sum(replica.lag == 0 for replica in alive)

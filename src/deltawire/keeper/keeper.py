@@ -48,6 +48,7 @@ from ..trainer.policy import AnchorPolicy
 from .announce import announce, tidy
 from .lease import LEASE_S, Lease
 from .mirror import Mirror
+from .roster import EVERY_S, RosterWriter
 from .skips import SkipDelta, Skips
 
 log = logging.getLogger("deltawire")
@@ -187,6 +188,8 @@ class Keeper:
         """
         stop = stop or threading.Event()
         newest = None
+        # in a thread of its own: an anchor may take minutes
+        threading.Thread(target=self._write_rosters, name="deltawire-roster", daemon=True).start()
         with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
             while not stop.is_set():
                 try:
@@ -201,6 +204,16 @@ class Keeper:
                     watcher.failed(error)
                 self.replica.beat()
                 watcher.wait()
+
+    def _write_rosters(self) -> None:
+        writer = RosterWriter(self.run)
+        while not self._ending.wait(EVERY_S):
+            try:
+                if self.working:
+                    writer.update()
+                self._note("roster", "")
+            except errors.DeltawireError as error:
+                self._note("roster", f"no roster of the replicas: {error}")
 
     def once(self) -> Iterator[KeptVersion]:
         """Do what is due and yield each version that was dealt with."""
