@@ -114,12 +114,12 @@ class FetchedObject:
 
 
 def fetch(
-    store: Store, blob: Blob | File, progress: Progress | None = None, *, shared: bool = True, one_of: int = 1
+    store: Store, blob: Blob | File, progress: Progress | None = None, *, shared: bool = True, open_objects: int = 1
 ) -> FetchedObject:
     """Fetch the object that a manifest names. Raises HashMismatch if it is not that object.
 
-    shared   allow the cache of this host, if there is one (cache.py)
-    one_of   number of objects fetched and kept open at the same time: they share memory and connections
+    shared         allow the cache of this host, if there is one (cache.py)
+    open_objects   number of objects that are fetched and kept open at the same time: they share memory and connections
     """
     cache = shared_cache(store) if shared else None
     if cache is not None:
@@ -128,7 +128,7 @@ def fetch(
         def download(descriptor: int) -> None:
             nonlocal moved
             moved = True
-            _download(store, blob, FetchedObject(blob.size, descriptor), progress, one_of)
+            _download(store, blob, FetchedObject(blob.size, descriptor), progress, open_objects)
 
         descriptor = cache.obtain(blob, download)
         if descriptor is not None:
@@ -137,17 +137,17 @@ def fetch(
             return FetchedObject(blob.size, descriptor)
         if moved:
             progress = None  # already reported
-    if blob.size <= IN_MEMORY // one_of:
+    if blob.size <= IN_MEMORY // open_objects:
         descriptor = _file_in_memory() if blob.size > SMALL else -1
         fetched = FetchedObject(blob.size, descriptor, in_memory=True)
-        return _download_or_close(store, blob, fetched, progress, one_of)
+        return _download_or_close(store, blob, fetched, progress, open_objects)
     with spooling(f"the {blob.size:,} bytes of {blob.key}"):
-        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of)
+        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, open_objects)
 
 
-def room_for(blob: Blob | File, size: int, one_of: int) -> FetchedObject:
+def room_for(blob: Blob | File, size: int, open_objects: int) -> FetchedObject:
     """Make room for so many bytes of an object, of which the others take none: in memory if these are few."""
-    descriptor = _file_in_memory() if size <= IN_MEMORY // one_of else -1
+    descriptor = _file_in_memory() if size <= IN_MEMORY // open_objects else -1
     with spooling(f"{size:,} bytes of {blob.key}"):
         into = FetchedObject(blob.size, descriptor if descriptor >= 0 else _temporary())
         try:
@@ -173,17 +173,17 @@ def _temporary() -> int:
 
 
 def _download_or_close(
-    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, one_of: int
+    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, open_objects: int
 ) -> FetchedObject:
     try:
-        return _download(store, blob, into, progress, one_of)
+        return _download(store, blob, into, progress, open_objects)
     except BaseException:
         into.close()
         raise
 
 
 def _download(
-    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, one_of: int
+    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, open_objects: int
 ) -> FetchedObject:
     """Download all parts and check the hash. A bad transfer is repeated once before the object is blamed.
 
@@ -196,7 +196,7 @@ def _download(
         if progress:
             progress(len(data))
 
-    connections = max(1, min(CONNECTIONS // one_of, -(-blob.size // PART)))
+    connections = max(1, min(CONNECTIONS // open_objects, -(-blob.size // PART)))
     visible_at = time.monotonic() + (store.settles_s if isinstance(store, Settling) else 0.0)
     pause, repeated = 0.1, False
     while True:

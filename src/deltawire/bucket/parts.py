@@ -44,12 +44,12 @@ def fetch_head(store: Store, blob: Blob) -> bytes:
 
 
 def fetch_parts(
-    store: Store, blob: Blob, needed: Needed, progress: Progress | None = None, *, one_of: int = 1
+    store: Store, blob: Blob, needed: Needed, progress: Progress | None = None, *, open_objects: int = 1
 ) -> FetchedObject | None:
     """Fetch the head of an object and the parts that a reader needs.
 
     None where all of it is to be fetched: it is small, most of it is needed, its parts cannot be checked alone, or
-    they cannot be had alone. Raises what is wrong with a head that has its hash. `one_of` as in `fetch`.
+    they cannot be had alone. Raises what is wrong with a head that has its hash. `open_objects` as in `fetch`.
     """
     if not blob.head_size or blob.size <= SMALL or blob.head_size > MOST * blob.size:
         return None
@@ -71,18 +71,18 @@ def fetch_parts(
     size = len(head) + sum(end - start for start, end in wanted)
     if size > MOST * blob.size:
         return None
-    into = room_for(blob, size, one_of)
+    into = room_for(blob, size, open_objects)
     try:
         into.write(0, head)
         into.fetched = len(head)
         if progress:
             progress(len(head))
-        _fetch_ranges(store, blob, wanted, into, progress, one_of)
+        _fetch_ranges(store, blob, wanted, into, progress, open_objects)
         clock = time.perf_counter()
         if bad := [part for part in parts if _hash(into, part) != part.hash]:
             if isinstance(store, Cached):
                 store.doubt(blob.key)
-            _fetch_ranges(store, blob, ranges(bad, 0, MAX_RANGES), into, progress, one_of)
+            _fetch_ranges(store, blob, ranges(bad, 0, MAX_RANGES), into, progress, open_objects)
             if still := next((part for part in bad if _hash(into, part) != part.hash), None):
                 raise HashMismatch(
                     f"bytes {still.start:,} to {still.end:,} of {blob.key} do not have the hash that its head names"
@@ -121,7 +121,7 @@ def _fetch_ranges(
     wanted: Iterable[tuple[int, int]],
     into: FetchedObject,
     progress: Progress | None,
-    one_of: int,
+    open_objects: int,
 ) -> None:
     def one(span: tuple[int, int]) -> int:
         data = store.get_range(blob.key, span[0], span[1] - span[0])
@@ -132,7 +132,7 @@ def _fetch_ranges(
 
     spans = [(at, min(at + PART, end)) for start, end in wanted for at in range(start, end, PART)]
     into.fetched += sum(end - start for start, end in spans)
-    for_each(one, spans, max(1, min(CONNECTIONS // one_of, len(spans))))
+    for_each(one, spans, max(1, min(CONNECTIONS // open_objects, len(spans))))
 
 
 def _hash(into: FetchedObject, part: Part) -> str:

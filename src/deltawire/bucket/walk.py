@@ -333,9 +333,9 @@ def fetch_link(
     with ExitStack() as opened:
 
         def one(blob: Blob) -> FetchedObject:
-            if in_parts and (some := fetch_parts(run.store, blob, needed, progress, one_of=count)) is not None:
+            if in_parts and (some := fetch_parts(run.store, blob, needed, progress, open_objects=count)) is not None:
                 return opened.enter_context(some)
-            return opened.enter_context(fetch(run.store, blob, progress, shared=shared, one_of=count))
+            return opened.enter_context(fetch(run.store, blob, progress, shared=shared, open_objects=count))
 
         found = FetchedLink(run, manifest, link, list(ordered_map(one, link.objects, min(count, CONNECTIONS))))
         # all are there; else also those are closed that other threads had opened when one failed
