@@ -7,12 +7,14 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 
 import deltawire as dw
+from deltawire.core import full
 from deltawire.core.change import blocks
 from deltawire.core.errors import (
     UnsafeName,
@@ -20,6 +22,7 @@ from deltawire.core.errors import (
     UnsupportedTensor,
 )
 from deltawire.models import ModelView
+from deltawire.store import ObjectStore
 from deltawire.trainer import adapter
 from support import column_cut, same
 from test_api import TORCH_DTYPES, torch_noise
@@ -61,6 +64,31 @@ def test_only_the_region_asked_for_is_cast(monkeypatch: pytest.MonkeyPatch) -> N
         for region in block:
             view.region(region)
     assert cast == [50] * 20
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype", "refused"),
+    [
+        ("bf16", "float32", True),
+        ("fp16", "uint16", True),
+        ("fp16", "float16", False),
+        ("bf16", "int64", False),
+        ("auto", "float32", False),
+    ],
+)
+def test_arrays_that_a_wire_dtype_would_have_to_cast_are_refused(
+    wire: str | None, dtype: str, refused: bool, tmp_path: Path
+) -> None:
+    """They were published as they are, without a word."""
+    weights = {"w": np.ones(3, dtype)}
+    full.write_checkpoint(tmp_path, ModelView(weights))
+    for model in (weights, [*weights.items()], dw.Checkpoint(tmp_path)):
+        with dw.Publisher(ObjectStore.from_url(f"memory://{uuid4()}"), wire_dtype=wire) as publisher:
+            if refused:
+                with pytest.raises(UnsupportedDtype, match=r"'w' is .* casts torch tensors only"):
+                    publisher.publish(model)
+            else:
+                publisher.publish(model)
 
 
 def test_a_wire_dtype_that_nobody_knows() -> None:

@@ -23,6 +23,7 @@ from .huggingface import Band, checkpoint_tensors, is_pretrained, kept_in_fp32, 
 
 _TORCH_DTYPES = {f"torch.{dtype.plain}": dtype.name for dtype in dtypes.DTYPES.values()}
 _WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+_FLOATS = {"BF16", "F16", "F32", "F64"}
 _UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into the names of what they wrap, anywhere."""
@@ -327,15 +328,28 @@ class ModelView:
     def _dtype(self, name: str, tensor: Any) -> str:
         if not is_torch(tensor):
             try:
-                return dtypes.of_numpy(np.asarray(tensor))
+                found = dtypes.of_numpy(np.asarray(tensor))
             except UnsupportedDtype as error:
                 raise UnsupportedDtype(f"{name[:80]!r}: {error}") from None
+            if self._widest == 1:
+                check_wire_dtype(name, found, self._wire)
+            return found
         dtype = f"torch.{self._wire}" if self._casts(name, tensor) else str(tensor.dtype)
         if dtype not in _TORCH_DTYPES:
             raise UnsupportedDtype(
                 f"{name[:80]!r} is {dtype}, which cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}"
             )
         return _TORCH_DTYPES[dtype]
+
+
+def check_wire_dtype(name: str, dtype: str, wire_dtype: str | None) -> None:
+    """UnsupportedDtype for floats that are not torch tensors and would have to be cast."""
+    wire = _WIRE_DTYPES.get(wire_dtype or "")
+    if wire is not None and dtype in _FLOATS and dtype != _TORCH_DTYPES[f"torch.{wire}"]:
+        raise UnsupportedDtype(
+            f"{name[:80]!r} is {dtype}, and wire_dtype= casts torch tensors only: pass it as one, or leave out "
+            "wire_dtype= to publish it as it is"
+        )
 
 
 def torch_bits(tensor: Any) -> Bits:

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from deltawire.bucket import browse
+from deltawire.core import keys
 from deltawire.core.errors import Unsupported
 from deltawire.store import LocalStore, Store
+from deltawire.store.base import Level
 from support import model, publish
 
 
-def test_runs_are_found_at_every_depth_and_not_below_another_run(tmp_path: Path) -> None:
-    for place in ("one", "team/two", "team/two/inside"):
+def test_runs_are_found_at_every_depth(tmp_path: Path) -> None:
+    for place in ("one", "team/two"):
         publish(LocalStore(tmp_path / place), [model()])
     store = LocalStore(tmp_path)
     assert browse.find(store, 0) == []
     assert browse.find(store, 1) == ["one/"]
     assert browse.find(store, 5) == ["one/", "team/two/"]
     assert browse.find(LocalStore(tmp_path / "one"), 0) == [""]
+
+
+def test_a_run_at_the_root_of_a_bucket_hides_no_other(tmp_path: Path) -> None:
+    """Its own folders are not looked into, however many objects they have, and those of the others do not count."""
+    publish(LocalStore(tmp_path), [model()])
+    alone = browse.runs(LocalStore(tmp_path), 3, stored=True)[0].stored
+    for place in ("one", "one/inside", "team/two"):
+        publish(LocalStore(tmp_path / place), [model()])
+
+    class Looked(LocalStore):
+        seen: ClassVar[list[str]] = []
+
+        def folders(self, prefix: str = "") -> Level:
+            self.seen.append(prefix)
+            return super().folders(prefix)
+
+    assert browse.find(Looked(tmp_path), 3) == ["", "one/", "one/inside/", "team/two/"]
+    assert sorted(Looked.seen) == ["", "one/", "one/inside/", "team/", "team/two/"]
+    assert browse.runs(LocalStore(tmp_path), 0, stored=True)[0].stored == alone
+    # all that a run has is known by name
+    assert {key.partition("/")[0] + "/" for key in _keys(tmp_path / "team" / "two") if "/" in key} <= {*keys.FOLDERS}
+
+
+def _keys(folder: Path) -> list[str]:
+    return [item.key for item in LocalStore(folder).list()]
 
 
 def test_a_listed_run_has_its_figures_or_what_is_wrong_with_it(tmp_path: Path) -> None:

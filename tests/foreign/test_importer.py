@@ -8,6 +8,9 @@ import os
 import shutil
 import tarfile
 import uuid
+from collections import deque
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,7 @@ from deltawire.foreign import Imported, Importer
 from deltawire.store import Fetched, Level, LocalStore, ObjectStore
 from deltawire.trainer import pipeline
 from deltawire_wordle.seaweed import SeaweedFS
+from interrupting import Interrupted, raising_at_each_line
 from support import blank, same
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -215,6 +219,40 @@ def test_it_continues_after_the_version_imported_last(tmp_path: Path) -> None:
     write_all(source, history, 5)
     assert numbers(take(source, run)) == [("delta", "4", 4), ("delta", "5", 5)]
     assert same(weights_of(run, 5), history[5])
+
+
+@pytest.mark.parametrize("later", (False, True))
+def test_an_import_at_every_line(tmp_path: Path, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the base, or of a version after it: the program goes on, and each version is imported once."""
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.1")
+    history, source = steps(3), tmp_path / "source"
+    base = write_base(tmp_path / "base", history[0])
+    write_all(source, history)
+    digests = [str(dw.digest_of(dw.ModelView(weights))) for weights in history]
+
+    def operation(interrupted: Interrupted) -> None:
+        store, made = ObjectStore.from_url(f"memory://{uuid.uuid4()}"), list[Importer]()
+        interrupted(lambda: made.append(Importer(source, store, base=base)))
+        importer = made[0] if made else Importer(source, store, base=base)
+
+        def take(count: int) -> None:
+            with closing(importer.follow(once=True)) as versions:
+                deque(islice(versions, count), maxlen=0)
+
+        if later:
+            take(1)
+        interrupted(lambda: take(2))
+        take(9)
+        interrupted(importer.close)
+        importer.close()
+        run = dw.Run.open(store)
+        manifests = [run.manifest(version) for version in run.listed()]
+        assert [manifest.digest for manifest in manifests] == digests
+        assert [manifest.metrics["source_version"] for manifest in manifests] == [0, 1, 2]
+        assert dw.verify(run).ok
+
+    where = ["_open", "follow", "_publish", "_publish_base", "_commit", "close"]
+    assert len(raising_at_each_line([getattr(Importer, name) for name in where], operation)) > 30
 
 
 @pytest.mark.parametrize("follows", (True, False))

@@ -48,9 +48,11 @@ from deltawire.trainer import (
     detectors,
     merged_weights,
     pipeline,
+    shard,
 )
 from deltawire.trainer import pairs as one_by_one
 from deltawire.trainer import publisher as publishing
+from deltawire.trainer import shards as sharding
 from deltawire.trainer.writer import VersionWriter
 from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import Blocks
@@ -529,9 +531,15 @@ class Rank:
         self.interrupt(where, first=False)
         self.interrupt(where, first=False, view="fp8-block")
 
-    def interrupt(self, where: list[Any], *, first: bool, one_by_one: bool = False, **options: Any) -> None:
+    def interrupted_shards(self) -> None:
+        """The same where ranks hand in lists of shards."""
+        where = [shard, sharding.Shards, sharding.tiles, captures.Captures, publishing.Publisher]
+        self.interrupt(where, first=True, form="shards")
+        self.interrupt(where, first=False, form="shards")
+
+    def interrupt(self, where: list[Any], *, first: bool, form: str = "tensors", **options: Any) -> None:
         """A training for each line: of all ranks the last one is interrupted there."""
-        kind = "pairs" if one_by_one else f"{first}-{len(options)}"
+        kind = {"tensors": f"{first}-{len(options)}", "shards": f"shards-{first}"}.get(form, form)
         interrupts, last = self.rank == self.size - 1, self.size - 1
         weights = [torch.arange(16 * 8, dtype=torch.bfloat16).reshape(16, 8) / 7]
         for step in range(5):
@@ -559,10 +567,17 @@ class Rank:
             was_raised = False
             for step, whole in enumerate(weights):
                 local = whole.tensor_split(self.size)[self.rank].contiguous()
-                shards = {
-                    "w.weight": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
-                }
-                publish = partial(trainer.publish, [("w.weight", whole)] if one_by_one else shards, step=step)
+                if form == "tensors":
+                    placed = DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+                    publish = partial(trainer.publish, {"w.weight": placed}, step=step)
+                elif form == "shards":
+
+                    def publish(local: torch.Tensor = local, step: int = step, whole: torch.Tensor = whole) -> None:
+                        first = self.rank * local.numel()
+                        there = range(first, first + local.numel())
+                        trainer.publish([dw.Shard("w.weight", local.view(-1), whole.shape, there)], step=step)
+                else:
+                    publish = partial(trainer.publish, [("w.weight", whole)], step=step)
                 if step == at:
                     was_raised = interrupted(publish)
                 else:
@@ -710,9 +725,21 @@ class Rank:
                         other = [("up.weight", weights[0][:rows])]
                         self.error(f"pairs view{what}", partial(publisher.publish, other, step=2))
 
+    def early(self) -> None:
+        """Publishers that are made before the ranks know of each other, first of no run and then of one."""
+        weights = torch.arange(64).bfloat16()
+        for version in range(2):
+            dist.destroy_process_group()
+            publisher = Publisher(self.run("early"), continues=True)
+            self.meet(f"early-{version}")
+            self.error(f"early weights {version}", publisher.weights)
+            weights[version] += 3
+            publisher.publish([("w", weights)], step=version)
+            publisher.close()
+
     def pairs_interrupted(self) -> None:
         where = [one_by_one, pipeline.Pipeline._taken, captures.Captures.capture]
-        self.interrupt(where, first=False, one_by_one=True)
+        self.interrupt(where, first=False, form="pairs")
 
     def pairs_out_of_step(self) -> None:
         publisher = Publisher(self.run("pairs-out-of-step"))

@@ -101,6 +101,27 @@ def test_close_lets_a_publish_end_and_refuses_the_next(store: Store) -> None:
         publisher.publish(first)
 
 
+def test_close_with_a_timeout_ends_between_the_publishes_of_a_thread_that_goes_on(store: Store) -> None:
+    first, second = history(2)
+    publisher, refused = Publisher(store), list[str]()
+    publisher.publish(first).result(WAIT)
+    several = threading.Event()
+
+    def go_on() -> None:
+        with pytest.raises(PublisherClosed) as found:
+            while True:
+                publisher.publish(second)
+                several.set()
+        refused.append(str(found.value))
+
+    training = in_thread(go_on)
+    assert several.wait(WAIT)
+    publisher.close(WAIT)
+    training.result(WAIT)
+    assert refused
+    assert Run.open(store).newest() == 1 or verify(Run.open(store)).ok
+
+
 def test_a_fork_refuses_what_only_the_first_process_can_do(store: Store) -> None:
     """The thread that publishes is not there any more: what waits for it would wait for ever."""
     first, second = history(2)

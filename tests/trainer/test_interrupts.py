@@ -25,6 +25,7 @@ from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full, keys  # noqa: E402
 from deltawire.core.errors import DigestMismatch, PublishFailed  # noqa: E402
 from deltawire.core.parallel import Later  # noqa: E402
+from deltawire.derive.followed import ViewDetector  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import (  # noqa: E402
@@ -172,6 +173,22 @@ def test_flush_and_close_at_every_line() -> None:
         assert_published(store, weights)
 
     raising_at_each_line([publisher, pipeline, background], operation)
+
+
+def test_a_close_that_is_interrupted_keeps_no_other_thread_waiting() -> None:
+    def operation(interrupted: Interrupted) -> None:
+        store, weights = memory(), history(2)
+        publisher = Publisher(store)
+        for each in weights:
+            publisher.publish(each)
+        interrupted(lambda: publisher.close(WAIT))
+        closing = threading.Thread(target=publisher.close, daemon=True)
+        closing.start()
+        closing.join(WAIT)
+        assert not closing.is_alive()
+        assert_published(store, weights)
+
+    assert len(raising_at_each_line([Publisher._close, Publisher._uninterrupted], operation)) > 10
 
 
 class Small(Trainer):
@@ -613,6 +630,19 @@ def test_an_optimizer_interrupted_between_its_step_and_its_log() -> None:
         training.assert_published(store)
 
     raising_at_each_line([adamw.DeltaAdamW._step_by_torch], operation)
+
+
+@pytest.mark.parametrize("kind", [detectors.HostDetector, ViewDetector])
+def test_a_thread_of_an_abandoned_stream_writes_to_nothing_that_counts(kind: type[detectors.HostDetector]) -> None:
+    """Nor where the user's own detector is loaded again."""
+    before, after = {"w": np.zeros(8, "float32")}, {"w": np.ones(8, "float32")}
+    detector = kind()
+    detector.bind(ModelView(before))
+    stream = captures.Stream(captures.Captures(detector, detector.load(ModelView(before))), ModelView(after), None)
+    digest = detector.load(ModelView(before))
+    # as a worker that an interrupt has left at work
+    stream._encode(detector.plan[0], "packed")
+    assert full.digest_of(detector.state) == digest
 
 
 def test_a_thread_of_an_abandoned_capture_writes_to_nothing_that_counts() -> None:

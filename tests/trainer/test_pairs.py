@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import threading
 import tracemalloc
@@ -27,16 +28,18 @@ from deltawire.core.change import Region, blocks, pieces
 from deltawire.core.errors import (
     DeltawireError,
     DivergedRun,
+    PublisherClosed,
     PublishFailed,
     SchemaMismatch,
     UnsafeName,
     UnsupportedDtype,
     UnsupportedTensor,
+    VersionNotFound,
 )
 from deltawire.core.signing import SigningKey
 from deltawire.core.state import State
 from deltawire.models import ModelView
-from deltawire.store import ObjectStore, Store
+from deltawire.store import LocalStore, ObjectStore, Store
 from deltawire.trainer import HostDetector, background, captures, detectors, pairs, pipeline, publisher, rebuild
 from deltawire.trainer.pairs import OneByOne
 from deltawire.views import FP8_BLOCK
@@ -325,6 +328,7 @@ REFUSED: dict[str, tuple[Any, type[DeltawireError], str]] = {
     "dtype": (lambda w: instead(w, "layer.bias", np.ones(16, np.float16)), SchemaMismatch, "'layer.bias'"),
     "new": (lambda w: [*w.items(), ("extra", w["scale"])], SchemaMismatch, "'extra' came as .* does not have it"),
     "nothing": (lambda w: iter(()), SchemaMismatch, "brought nothing: was it used before"),
+    "none": (lambda w: [*w.items(), None, ("steps", w["steps"])], UnsupportedTensor, "not a NoneType"),
     "no pairs": (lambda w: w.values(), UnsupportedTensor, "brings pairs"),
     "no name": (lambda w: [(3, w["scale"])], UnsafeName, "named by strings"),
     "bad name": (lambda w: [("../scale", w["scale"])], UnsafeName, "scale"),
@@ -349,7 +353,7 @@ def test_what_is_refused_publishes_nothing_and_the_next_publish_works(kind: str,
     assert_published(store, [weights[0], weights[3]])
 
 
-@pytest.mark.parametrize("kind", ["breaks off", "twice", "twice, other shape", "nothing", "bad dtype"])
+@pytest.mark.parametrize("kind", ["breaks off", "twice", "twice, other shape", "nothing", "none", "bad dtype"])
 def test_what_is_refused_first_makes_no_run(kind: str) -> None:
     bring, error, message = REFUSED[kind]
     store, weights = memory(), history(1)
@@ -359,6 +363,111 @@ def test_what_is_refused_first_makes_no_run(kind: str) -> None:
         assert not list(store.list(""))
         publisher.publish(one_by_one(weights[0]))
     assert_published(store, weights)
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, UnsupportedDtype])
+def test_a_generator_that_was_read_in_part_makes_no_run_of_what_is_left(
+    stopped: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published once more, as a loop of attempts does, it would be half a model."""
+    store, weights, ends = memory(), history(1), []
+
+    def bring() -> Iterator[tuple[str, Any]]:
+        try:
+            for number, pair in enumerate(weights[0].items()):
+                if number == 2 and stopped is UnsupportedDtype:
+                    yield "bad", np.ones(3, np.complex128)
+                yield pair
+        finally:
+            ends.append(True)
+
+    def take(source: OneByOne, pair: Any) -> str:
+        if pair[0] == "layer.bias" and stopped is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return whole(source, pair)
+
+    whole, generator = OneByOne._take, bring()
+    with Publisher(store) as publisher:
+        with monkeypatch.context() as patched, pytest.raises(stopped):
+            patched.setattr(OneByOne, "_take", take)
+            publisher.publish(generator)
+        # what it holds open, such as a gather, has ended too
+        assert ends
+        with pytest.raises(SchemaMismatch, match="was it used before"):
+            publisher.publish(generator)
+        assert not list(store.list(""))
+        publisher.publish(one_by_one(weights[0]))
+    assert_published(store, weights)
+
+
+def test_a_generator_that_uses_its_own_publisher_is_refused() -> None:
+    store, weights = memory(), history(3)
+    publisher = Publisher(store)
+    publisher.publish(weights[0]).result(WAIT)
+    calls = (lambda: publisher.publish(weights[2]), publisher.flush, publisher.close, publisher.weights)
+    for call in (*calls, lambda: publisher.resume(weights[0])):
+
+        def bring(call: Any = call) -> Iterator[tuple[str, Any]]:
+            yield from weights[1].items()
+            call()
+
+        with pytest.raises(PublishFailed, match=r"after 'steps'.*generator of weights"):
+            publisher.publish(bring())
+    publisher.publish(weights[2])
+    publisher.close()
+    assert_published(store, [weights[0], weights[2]])
+
+
+def test_the_weights_of_a_run_are_there_before_the_first_publish_and_between() -> None:
+    store, weights = memory(), history(4)
+
+    def published_last(publisher: Publisher) -> str:
+        return str(full.digest_of(publisher.weights()))
+
+    digests = [str(full.digest_of(ModelView(each))) for each in weights]
+    with Publisher(store) as publisher:
+        with pytest.raises(VersionNotFound):
+            publisher.weights()
+        publisher.publish(weights[0])
+        assert published_last(publisher) == digests[0]
+    with Publisher(store, continues=True) as publisher:
+        assert published_last(publisher) == digests[0]
+        publisher.publish(one_by_one(weights[1])).result(WAIT)
+        assert published_last(publisher) == digests[1]
+        # what it has itself is no change
+        assert publisher.publish(publisher.weights()).result(WAIT).changed == 0
+        publisher.publish(weights[2], wait=True)
+        assert published_last(publisher) == digests[2]
+        publisher.publish(weights[3])
+    with pytest.raises(PublisherClosed):
+        publisher.weights()
+    verified(store, lambda version: weights[max(0, version - (version > 1))])
+
+
+def test_a_process_that_a_generator_forks_does_not_publish(tmp_path: Path) -> None:
+    """A child that goes on with the generator would wait for a thread that it does not have."""
+    weights, children = history(3), list[int]()
+    publisher = Publisher(tmp_path / "run")
+    publisher.publish(weights[0]).result(WAIT)
+
+    def bring() -> Iterator[tuple[str, Any]]:
+        yield from list(weights[1].items())[:2]
+        children.append(os.fork())
+        yield from list(weights[1].items())[2:]
+
+    code = 1
+    try:
+        version = publisher.publish(bring()).result(WAIT).version
+    except PublishFailed as error:
+        code = 0 if "before this process was forked" in str(error) else 2
+    finally:
+        if not children[0]:
+            os._exit(code)
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert version == 1
+    publisher.publish(weights[2])
+    publisher.close()
+    assert_published(LocalStore(tmp_path / "run"), weights)
 
 
 def test_an_optimizer_that_notes_changes_cannot_compare_what_comes_one_by_one() -> None:
@@ -464,7 +573,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch")
     from test_shards import run_ranks
 
-    scenarios = "pairs,pairs_refused,pairs_resume,pairs_interrupted/pairs_out_of_step/pairs_killed"
+    scenarios = "pairs,pairs_refused,pairs_resume,early,pairs_interrupted/pairs_out_of_step/pairs_killed"
     return run_ranks([], tmp_path_factory.mktemp("pairs"), scenarios, 2, dies=1)
 
 
@@ -512,6 +621,15 @@ def test_ranks_continue_a_run_and_publish_a_view(two: Any) -> None:
         assert report["pairs resumed"] == 1
         assert report["pairs diverged"][0] == "DivergedRun"
         assert report["pairs view"][0] == report["pairs view other"][0] == "SchemaMismatch"
+
+
+def test_a_publisher_may_be_made_before_its_ranks_meet(two: Any) -> None:
+    """The run is there after the first start, and no rank takes it from another one."""
+    run = Run.open(str(two.folder / "early"))
+    assert [run.manifest(version).step for version in run.listed()] == [0, 1]
+    for report in two.reports:
+        for version in range(2):
+            assert report[f"early weights {version}"][0] == "Misconfigured"
 
 
 def test_ranks_of_different_steps_are_told_so(two: Any) -> None:

@@ -203,6 +203,14 @@ def test_a_rank_that_is_interrupted_anywhere_makes_no_wrong_version(tmp_path: Pa
         assert report["interrupted-False-1"]["lost"] > 20
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_interrupted_while_it_hands_in_shards_makes_no_wrong_version(tmp_path: Path) -> None:
+    trained = run_ranks([], tmp_path, "interrupted_shards", 2)
+    for report in trained.reports:
+        assert report["interrupted-shards-False"]["went on"] > 50
+        assert report["interrupted-shards-True"]["lost"] > 50
+
+
 def test_ranks_that_publish_unequally_often_are_told_so(two: Trained) -> None:
     for report in two.reports:
         for name, counts in (

@@ -43,7 +43,7 @@ class ListedRun:
 def find(store: Store, depth: int) -> list[str]:
     """Prefixes of the runs at most `depth` folders below the address; "" is the address itself.
 
-    A run ends the search below it.
+    A run's own folders are not looked into, but a run may have others below it: one at the root of a bucket has all.
     """
     if not isinstance(store, Browsing):
         raise Unsupported(f"{store.url} cannot list one level at a time")
@@ -57,7 +57,8 @@ def find(store: Store, depth: int) -> list[str]:
         for prefix, (folders, objects) in zip(level, ordered_map(browsing.folders, level, REQUESTS), strict=True):
             if any(item.key == prefix + keys.RUN for item in objects):
                 found.append(prefix)
-            elif left:
+                folders = [folder for folder in folders if folder[len(prefix) :] not in keys.FOLDERS]
+            if left:
                 below += folders
         level = below
     return sorted(found)
@@ -81,10 +82,17 @@ def look(url: str, *, stored: bool = False) -> ListedRun:
             run.schema.nbytes,
             run.schema.elements,
             run.info.model,
-            sum(item.size for item in run.store.list()) if stored else None,
+            _stored(run.store) if stored else None,
         )
     except DeltawireError as error:
         return ListedRun(url, error=str(error))
+
+
+def _stored(store: Store) -> int:
+    """Bytes of a run's own objects."""
+    return sum(
+        item.size for item in store.list() if "/" not in item.key or item.key.partition("/")[0] + "/" in keys.FOLDERS
+    )
 
 
 def runs(where: str | Path | Store, depth: int = 3, *, stored: bool = False) -> list[ListedRun]:

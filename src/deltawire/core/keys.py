@@ -23,6 +23,8 @@ HISTORY = "history/"
 REPLICAS = "replicas/"
 TAGS = "tags/"
 VERSIONS = "versions/"
+FOLDERS = (ADDED_PAGES, ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, TAGS, VERSIONS)
+"""All that a run has. Another run may lie in a folder beside these."""
 
 _DATA = re.compile(
     r"(?:anchors|deltas)/step_(?:[0-9]{6,18}-)?([0-9]{6,18})\.[0-9a-f]{8}(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"

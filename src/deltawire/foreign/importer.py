@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -98,30 +99,37 @@ class Importer:
 
         Raises DivergedRun if the newest version of the run was not imported.
         """
-        self._store = open_store(source)
+        self._store, self._run, self._options = open_store(source), run, options
         self._base = None if base is None else Checkpoint(base)
         self._files: dict[str, bytes] = {}
         """Companion files of a run that begins with a full version. The publisher reads them when it commits."""
-        files = base if base is not None else None if _is_there(run) else self._files
-        self._publisher = Publisher(run, files=files, group=None, continues=True, **options)
         self._start = _Place(base_version, 0, str(base_version))
         """The base checkpoint."""
-        self._held = self._imported()
-        """What the publisher's own copy has: the newest version of the run. None for a new run."""
-        self._at = self._held or self._start
-        """Where the source goes on: like `_held`, or the base, where it has begun again."""
-        self._captured: _Place | None = None
-        """What was captured and is not committed, where that failed."""
+        self._open()
         self._refused: dict[str, Stamp] = {}
         """Folders that could not be imported, as they were then."""
-        self._same: tuple[str, Stamp] | None = None
-        """The folder that `_at` was found in, as it was then."""
         self._bases: dict[str, tuple[float, str | None]] = {}
         """When versions without numbers were written, and what they build on."""
         self._empty = False
         """Whether it was said that nothing is there."""
         self._unsure = False
         """Whether the run may be ahead of `_held`: a publish failed."""
+
+    def _open(self) -> None:
+        """Go on from the newest version of the run."""
+        files = self._base.folder if self._base is not None else None if _is_there(self._run) else self._files
+        self._publisher = Publisher(self._run, files=files, group=None, continues=True, **self._options)
+        self._held = self._imported()
+        """What the publisher's own copy has: the newest version of the run. None for a new run."""
+        self._at = self._held or self._start
+        """Where the source goes on: like `_held`, or the base, where it has begun again."""
+        self._same: tuple[str, Stamp] | None = None
+        """The folder that `_at` was found in, as it was then."""
+        self._captured: _Place | None = None
+        """What was captured and is not committed, where that failed."""
+        self._torn = False
+        """Whether the publisher's copy may be of another version than `_held` or `_captured`: what moves both was
+        interrupted."""
 
     def follow(
         self,
@@ -137,6 +145,10 @@ class Importer:
         first such error is raised at the end. A store that cannot be reached is tried again.
         """
         stop = stop or threading.Event()
+        if self._torn:
+            with suppress(DeltawireError):
+                self._publisher.close()
+            self._open()
         self._refused.clear()
         errors: list[DeltawireError] = []
         while not stop.is_set():
@@ -331,10 +343,16 @@ class Importer:
 
     def _commit(self, source: Source, at: _Place, progress: Progress | None = None) -> Published:
         metrics = {VERSION: float(at.number), IDENTITY: float(at.identity)}
-        handle = self._publisher.publish(source, step=at.number, metrics=metrics, progress=progress)
-        self._captured = at
-        published = handle.result()
+        self._torn = True
+        try:
+            handle = self._publisher.publish(source, step=at.number, metrics=metrics, progress=progress)
+            self._captured = at
+            published = handle.result()
+        except Exception:
+            self._torn = False
+            raise
         self._captured, self._held, self._at = None, at, at
+        self._torn = False
         return published
 
     def _weights(self, version: ForeignVersion, at: _Place) -> Source | None:

@@ -72,6 +72,8 @@ class Background:
         """Whether the last version to be written has failed."""
         self._ending = False
         """No further publish will come."""
+        self.takes_more = True
+        """False where a thread waits for its turn to close: publishes of others are refused."""
         self.closed = False
         """Whether all that was published is in the bucket, or has failed for good."""
         self._thread: threading.Thread | None = None
@@ -192,7 +194,7 @@ class Background:
 
     def check(self) -> None:
         """Before a publish: raise an earlier failure, unless it is forgiven."""
-        if self._ending and not self.closed:
+        if (self._ending or not self.takes_more) and not self.closed:
             raise PublisherClosed(f"this publisher of {self._where} is being closed")
         failure = self._failure()
         if isinstance(failure, SnapshotLost):

@@ -7,6 +7,7 @@ and one that waits in a background thread blocks nothing else.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -344,6 +345,17 @@ def may_share(group: ProcessGroup | str | None) -> bool:
     return bool(torch.distributed.is_initialized())
 
 
+def is_one_of_several(group: ProcessGroup | str | None) -> bool:
+    """Whether several processes publish what is published. `group` as in `group_of`."""
+    return may_share(group) and sys.modules["torch"].distributed.get_world_size(_group_named(group)) > 1
+
+
+def is_started_with_others(group: ProcessGroup | str | None) -> bool:
+    """Whether torchrun or the like has started several processes, which may publish together once torch.distributed
+    connects them."""
+    return group is not None and not may_share(group) and os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+
+
 def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | None:
     """The process group whose ranks hold the model between them; None where one process publishes alone.
 
@@ -360,9 +372,13 @@ def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | Non
         tensors = list(model.parameters())
     else:
         tensors = [t for t in model.values() if is_torch(t)] if isinstance(model, Mapping) else []
-    dist = sys.modules["torch"].distributed
-    found: ProcessGroup = dist.group.WORLD if isinstance(group, str) else group
+    found = _group_named(group)
     if isinstance(model, HeldShards) or is_partitioned(model):
         return found
-    shared = dist.get_world_size(found) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
+    shared = is_one_of_several(group) or any(type(t).__name__ == "DTensor" for t in tensors)
     return found if (tensors or is_pairs(model)) and shared else None
+
+
+def _group_named(group: Any) -> ProcessGroup:
+    found: ProcessGroup = sys.modules["torch"].distributed.group.WORLD if isinstance(group, str) else group
+    return found

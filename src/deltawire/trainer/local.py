@@ -14,7 +14,7 @@ from ..core.digest import StateDigest
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
-from ..models import Known, ModelView
+from ..models import Known, ModelView, check_wire_dtype
 from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
@@ -60,6 +60,8 @@ class LocalModel:
         """The present weights that this process writes. SchemaMismatch if they are others than those opened."""
         if isinstance(model, full.Checkpoint):
             full.check_links(model.folder)
+            for tensor in model.schema.tensors:
+                check_wire_dtype(tensor.name, tensor.dtype, self._wire_dtype)
         if hasattr(model, "schema") and hasattr(model, "region"):
             source: Source = model
         else:

@@ -7,7 +7,7 @@ any other, and one that breaks off has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -24,6 +24,9 @@ Pairs = Iterable[tuple[str, Any]]
 """Full tensors under their checkpoint names, in any order: arrays, or torch tensors on any device."""
 
 NOTHING = Schema(())
+
+_END = object()
+"""What an iterator has after its last pair: None would be a pair that is none."""
 
 
 def is_pairs(model: Any) -> TypeGuard[Pairs]:
@@ -66,20 +69,30 @@ class OneByOne:
         together, and the others would wait for this one.
 
         Raises PublishFailed if the iterator raises, and SchemaError for a tensor that cannot be published, is another
-        one than before, comes twice with different bits, or is left out.
+        one than before, comes twice with different bits, or is left out. A generator that was not read to its end is
+        closed: read on by another publish, it would make a run of half a model.
         """
-        iterator, last = iter(pairs), ""
+        iterator = iter(pairs)
+        try:
+            self._read(iterator, to_the_end)
+        except BaseException:
+            getattr(iterator, "close", int)()
+            raise
+        self._end()
+
+    def _read(self, iterator: Iterator[tuple[str, Any]], to_the_end: bool) -> None:
+        last = ""
         refused: Exception | None = None
         while True:
             try:
-                pair = next(iterator, None)
+                pair: Any = next(iterator, _END)
             except Exception as error:
                 where = f"after {last!r}" if last else "before its first tensor"
                 raise refused or PublishFailed(
                     f"the iterator of weights broke off {where}: {type(error).__name__}: {error}. Nothing was "
                     "published, and the next publish carries what this one should have"
                 ) from error
-            if pair is None:
+            if pair is _END:
                 break
             if refused is None:
                 try:
@@ -92,7 +105,6 @@ class OneByOne:
             del pair
         if refused is not None:
             raise refused
-        self._end()
 
     def _take(self, pair: Any) -> str:
         """Compare or copy a tensor. Returns its name."""

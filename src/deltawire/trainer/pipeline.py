@@ -120,6 +120,8 @@ class Pipeline:
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
+        self._only_read = False
+        """Whether the session was opened by `weights`."""
         self._warn = warn
         self.version: int | None = None
         """The newest committed version."""
@@ -129,7 +131,7 @@ class Pipeline:
     @property
     def is_open(self) -> bool:
         """Whether something was published or resumed."""
-        return self._session is not None
+        return self._session is not None and not self._only_read
 
     @property
     def newest(self) -> Manifest | None:
@@ -167,9 +169,9 @@ class Pipeline:
             raise DivergedRun(f"{self._store.url} has no version to resume from")
         return self.version
 
-    def weights(self) -> Source:
-        """The weights captured last, or the run's newest version."""
-        if self.together or self._local.view is not None:
+    def weights(self, *, shared: bool) -> Source:
+        """The weights captured last, or the run's newest version. `shared`: several ranks will publish."""
+        if self.together or shared or self._local.view is not None:
             raise Misconfigured(
                 f"{self._store.url}: weights that several ranks hold, or a view, cannot be read from a publisher"
             )
@@ -222,6 +224,8 @@ class Pipeline:
 
             def take() -> str:
                 source.read(model, to_the_end=group.size > 1)
+                # a generator may have forked this process, and the child goes on here
+                self.background.refuse_own_thread()
                 return source.came.hash
 
             if len({*group.together(take)} - {NOTHING.hash}) > 1:
@@ -266,6 +270,7 @@ class Pipeline:
 
     def _open_by_all(self, model: Model, progress: Progress | None, must_match: bool) -> Source:
         if self._session is not None:
+            self._only_read = False
             source = self._local.source(model)
             if self._session.captures.detector.suits(source):
                 return source
@@ -314,10 +319,11 @@ class Pipeline:
             run, self._committer, self._writing_group, self._local.regions, self._chooser, self._policy
         )
         self.version, self._warn = newest.version if newest else None, False
-        self._session, self._distrusted = _Session(captures, writer), False
+        self._session, self._only_read, self._distrusted = _Session(captures, writer), False, False
 
     def _open_newest(self) -> None:
         """Compare with the run's newest version, without a model that has these weights."""
+        self.open_run()
         committer, url = self._committer, self._store.url
         if committer is None or committer.newest is None:
             raise VersionNotFound(f"{url} has no version yet")
@@ -329,6 +335,7 @@ class Pipeline:
         self._local.open(state, self._group)
         held = self._local.detector(state).holding(state)
         self._begin(Captures(held, state.digest), committer.run, committer.newest)
+        self._only_read = True
 
     def _reopen(self, source: Source, progress: Progress | None) -> Source:
         """Compare with the newest version in the bucket again, where the detector's own weights are unknown."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
-from ..core.errors import DeltawireError, Misconfigured, OutOfStep, PublishFailed
+from ..core.errors import DeltawireError, Misconfigured, OutOfStep, PublishFailed, SchemaMismatch
 from ..core.full import Source
 from ..core.manifest import Manifest, Origin
 from ..core.parallel import Later
@@ -25,7 +26,7 @@ from ..models import AUTO, Model
 from ..store import Store, open_store
 from ..views import check_view
 from .claim import Claim
-from .collective import LAST_WAIT, group_of, may_share
+from .collective import LAST_WAIT, group_of, is_one_of_several, is_started_with_others, may_share
 from .commit import Signing
 from .companions import Companions
 from .detectors import Detector
@@ -35,7 +36,7 @@ from .pending import PendingVersion, Progress, Published, PublishHandle
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild
-from .shard import Shard, as_held
+from .shard import HeldShards, Shard, as_held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from .adamw import DeltaAdamW
 
 T = TypeVar("T")
+
+_LOOK_S = 0.01
 
 HURRY = 5.0
 """Seconds to wait for other ranks where an exception ends a `with Publisher(…)`."""
@@ -70,8 +73,9 @@ class Publisher:
     What is published:
     wire_dtype     "auto" (default): fp32 and fp64 weights of a torch module, or of its `state_dict()`, are cast to
                    bf16; everything else (other dtypes, mappings, iterators, checkpoint folders) is published as it is.
-                   "bf16" or "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets
-                   the bits that the cast on the model's own device gives it.
+                   "bf16" or "fp16": all floating-point torch weights are cast to it, and others that it would have to
+                   cast are refused. None: nothing is cast. A NaN gets the bits that the cast on the model's own device
+                   gives it.
     view           "fp8-block-ue8m0" or "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales
                    (powers of two, or any), computed from the weights in the wire dtype on the model's own device
                    (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
@@ -176,7 +180,7 @@ class Publisher:
         """That of all ranks. Made in a thread, which goes on where this one is interrupted: others wait for it."""
         self._pipeline = self._make_pipeline()
         """Of this process alone, until a model is published that several ranks hold."""
-        if not may_share(group):
+        if not may_share(group) and not is_started_with_others(group):
             self._pipeline.open_run()
 
     # ── what a trainer calls ─────────────────────────────────────────────────────────────────────────────────────────
@@ -252,7 +256,7 @@ class Publisher:
         The publisher's own copy, not another one; it is valid until the next publish returns. Before the first publish
         that is the run's newest version, which is read from the bucket. Raises VersionNotFound if there is none.
         """
-        return self._in_turn(lambda: self._pipeline.weights())
+        return self._in_turn(lambda: self._pipeline.weights(shared=is_one_of_several(self._group)))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published before this call is committed.
@@ -271,17 +275,22 @@ class Publisher:
         self._close(timeout, LAST_WAIT)
 
     def _close(self, timeout: float | None, patience: float) -> None:
-        self._pipeline.background.refuse_own_thread()
-        if timeout is None:
-            # not `acquire`: as in `_in_turn`
-            with self._turn:
-                return self._uninterrupted(lambda: self._pipeline.close(None, patience))
-        if not self._turn.acquire(timeout=timeout):
-            raise TimeoutError(f"another thread has not ended its publish to {self._store.url} within {timeout} s")
-        try:
+        background = self._pipeline.background
+        background.refuse_own_thread()
+        self._refuse_within()
+        if timeout is not None:
+            # not `acquire` with a timeout: as in `_in_turn`
+            until = time.monotonic() + timeout
+            background.takes_more = False
+            while self._busy is not None:
+                if time.monotonic() > until:
+                    background.takes_more = True
+                    raise TimeoutError(
+                        f"another thread has not ended its publish to {self._store.url} within {timeout} s"
+                    )
+                time.sleep(_LOOK_S)
+        with self._turn:
             self._uninterrupted(lambda: self._pipeline.close(timeout, patience))
-        finally:
-            self._turn.release()
 
     def __enter__(self) -> Publisher:
         return self
@@ -351,8 +360,9 @@ class Publisher:
         """Raise PublishFailed where this thread was interrupted while it captures or closes."""
         if self._busy == threading.get_ident():
             raise PublishFailed(
-                "`publish`, `resume`, `flush` or `close` was called within one of them, by a signal handler or "
-                "`on_version`: nothing was done. Set a flag there, and call it in the training loop when it is set"
+                "`publish`, `resume`, `weights`, `flush` or `close` was called within one of them, by a signal "
+                "handler, a generator of weights or `on_version`: nothing was done. Set a flag there, and call it in "
+                "the training loop when it is set"
             )
 
     def _handed_in(self, model: Model | Pairs | Collection[Shard]) -> Any:
@@ -375,6 +385,11 @@ class Publisher:
                 make = partial(self._make_pipeline, group=group, one_by_one=is_pairs(model))
                 self._shared.begin(make, "deltawire-ranks")
                 self._pipeline = self._shared.result()
+        if isinstance(model, HeldShards) and not self._pipeline.together:
+            raise SchemaMismatch(
+                f"this publisher of {self.url} has published a model that this process has whole: publish shards from "
+                "the first version on, or to an address of their own"
+            )
         return self._pipeline
 
 
