@@ -52,9 +52,8 @@ class Companions:
         view, config.json says so."""
         self._given = _read(given) if isinstance(given, Path) else given
         self._tokenizer, self._wire_dtype, self._view = tokenizer, wire_dtype, view
-        self._contents = dict(self._given or {})
-        """Files by name: those given and, from the first publish on, those of model and tokenizer."""
-        self._is_found = False
+        self._found: Mapping[str, bytes] | None = None
+        """Of model and tokenizer, from the first publish on."""
         self._class = ""
         self._origin: Path | None = None
         """Where the model was loaded from."""
@@ -63,18 +62,17 @@ class Companions:
 
     def find(self, model: Model | Pairs) -> None:
         """Collect the files of the model and its tokenizer, at the first call."""
-        if self._is_found:
+        if self._found is not None:
             return
         found = model.files if isinstance(model, Adapter) else files_of(model, self._wire_dtype)
         if self._tokenizer is not None:
             found = {**found, **tokenizer_files(self._tokenizer)}
-        self._class, self._origin = class_name(model), checkpoint_folder(checkpoint_of(model))
-        self._contents, self._is_found = {**found, **self._contents}, True
+        self._found, self._class, self._origin = found, class_name(model), checkpoint_folder(checkpoint_of(model))
 
     @property
     def model_name(self) -> str:
         """The class of the model, by its config.json or as it is in memory; empty where neither is known."""
-        config = self._contents.get("config.json", b"")
+        config = self._all().get("config.json", b"")
         try:
             return msgspec.json.decode(config, type=_Config).architectures[0]
         except (msgspec.MsgspecError, IndexError):
@@ -83,7 +81,7 @@ class Companions:
     @property
     def base_name(self) -> str | None:
         """Name of the model that an adapter belongs to, by its adapter_config.json; None if there is none."""
-        config = self._contents.get(full.ADAPTER_CONFIG)
+        config = self._all().get(full.ADAPTER_CONFIG)
         if config is None:
             return None
         try:
@@ -96,7 +94,7 @@ class Companions:
         whose weights have this schema."""
         known = {file.key for file in before}
         result = {file.name: file for file in before} if self._given is None else {}
-        files: Mapping[str, bytes] = self._contents
+        files = self._all()
         if "config.json" in (names := {*result, *files}) and not full.has_tokenizer(names):
             files = {**self._tokenizer_of_checkpoint(store.url), **files}
         for name, data in sorted(files.items()):
@@ -133,6 +131,10 @@ class Companions:
                     run,
                 )
         return self._found_tokenizer
+
+    def _all(self) -> dict[str, bytes]:
+        # merged anew: a deriver or an import puts files into what it has given
+        return {**(self._found or {}), **(self._given or {})}
 
 
 def _read(folder: Path) -> dict[str, bytes]:
