@@ -164,11 +164,11 @@ def _detect(old: Bits, new: Bits) -> list[list[Change]]:
     return [[compare(r, one.region(r), two.region(r)) for r in block] for block in blocks(one.schema)]
 
 
-def _tiles(block: list[Change], base: ModelView) -> Coded:
+def _tiles(block: list[Change], base: ModelView) -> list[Coded]:
     """A block in tiles and classes, whether that pays or not."""
     tiled = encoder.BlockEncoder(block, joined(block))
     (ranked,) = encoder.rank_together([tiled], base.region)
-    return tiled.code(ranked)
+    return [coded for _, coded in tiled.code(ranked)]
 
 
 def _stored(coded: Coded, *streams: str) -> int:
@@ -182,8 +182,8 @@ def _ideas(old: Bits, new: Bits) -> Record:
     found = [kept for block in _detect(old, new) if (kept := [c for c in block if c.count])]
     plain = [packed.encode(block, base.region) for block in found]
     with patch.object(encoder, "FEW_CHANGES", 1 << 62):  # no levels
-        by_class = [_tiles(block, base) for block in found]
-    leveled = [_tiles(block, base) for block in found]
+        by_class = [part for block in found for part in _tiles(block, base)]
+    leveled = [part for block in found for part in _tiles(block, base)]
     floor = {"which": 0.0, "which_by_class": 0.0}
     seen, hit, steps = np.zeros(256), np.zeros(256), []
     for name, bits in old.items():

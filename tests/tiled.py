@@ -11,14 +11,14 @@ import numpy as np
 
 from deltawire.core.change import Change, joined
 from deltawire.core.codecs import context
-from deltawire.core.codecs.base import Before, Coded
+from deltawire.core.codecs.base import Before, Parts
 from deltawire.core.codecs.context import encoder
 from deltawire.core.dtypes import Bits, lookup
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag
 
 
-def encode_tiles(changes: Sequence[Change], before: Before) -> Coded:
+def encode_tiles(changes: Sequence[Change], before: Before) -> Parts:
     """Encode a block in tiles and classes, whether that pays or not."""
     block = encoder.BlockEncoder(changes, joined(changes))
     (ranked,) = encoder.rank_together([block], before)

@@ -26,7 +26,7 @@ from .fetch import CONNECTIONS, PART, SMALL, FetchedObject, Progress, room_for
 
 log = logging.getLogger("deltawire")
 
-GAP = 64 << 10
+GAP = 32 << 10
 """Bytes between two parts that take no longer than another request."""
 MAX_RANGES = 1024
 """Ranges of one object."""

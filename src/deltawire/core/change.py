@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from .ulps import step_in_place, take_steps
 
 BLOCK_UNITS = 1 << 24
 """About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
+
+_DIGITS = re.compile("[0-9]+")
 
 _CHUNK = 1 << 20
 """Units compared at a time, so that scratch arrays stay in the cache's reach whatever the density."""
@@ -236,10 +239,14 @@ Block = tuple[Region, ...]
 
 
 def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
-    """Cut a model into blocks, the same way on every machine: by dtype, then by name, large tensors by rows."""
+    """Cut a model into blocks, the same way on every machine: by dtype, then by kind, large tensors by rows.
+
+    Tensors whose names differ in numbers alone are of one kind. A node that holds some layers or experts needs few
+    blocks, and one that holds some rows or columns needs the same of all tensors of a block.
+    """
     result: list[list[Region]] = []
     last, room = "", 0
-    for tensor in sorted(schema.tensors, key=lambda tensor: (tensor.dtype, tensor.name)):
+    for tensor in sorted(schema.tensors, key=_by_kind):
         for region in pieces(whole(tensor), block_units):
             if tensor.dtype != last or region.units > room:
                 result.append([])
@@ -247,6 +254,16 @@ def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
             result[-1].append(region)
             room -= region.units
     return [tuple(block) for block in result]
+
+
+def kind_of(tensor: TensorSpec) -> tuple[str, str]:
+    """What tensors have in common whose names differ in numbers alone."""
+    return tensor.dtype, _DIGITS.sub("0", tensor.name)
+
+
+def _by_kind(tensor: TensorSpec) -> tuple[str, str, tuple[tuple[int, str], ...]]:
+    numbers = _DIGITS.findall(tensor.name)
+    return *kind_of(tensor), tuple((len(digits), digits) for digits in numbers)
 
 
 def whole(tensor: TensorSpec) -> Region:

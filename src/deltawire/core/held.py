@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .change import Region
 from .schema import Schema, TensorSpec
 
-MOST = 0.7
+MOST = 0.85
 """Share of an object, or of a model, from which all of it is fetched."""
 
 

@@ -18,9 +18,10 @@ import msgspec
 from blake3 import blake3
 
 from . import container, keys
-from .change import Change, Region, RegionMoves, whole
+from .change import Change, Region, RegionMoves, kind_of, whole
 from .codecs import block_encoding, check_encoding, context, raw, work
-from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, StreamRecord, expand, squeeze
+from .codecs.base import BaseBits, Before, BlockRecord, CountedRegions, Parts, StreamRecord, expand, squeeze
+from .codecs.context.cuts import by_rows, counted
 from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
@@ -54,6 +55,8 @@ MAX_BLOCK_UNITS = 1 << 26
 SPOOL_LIMIT = 16 << 20
 IN_WORK = 128 << 20
 """Bytes that decoding may hold in all: blocks that are dense are decoded on fewer threads."""
+PLACES = 8
+"""Parts of the rows and of the columns of tensors whose blocks lie together."""
 _DECODED = 24
 """Bytes a change takes on its way: position, old and new bits, and what the decoder needs beside them."""
 _COPY = 4 << 20
@@ -78,8 +81,8 @@ class EncodedBlock:
 
     tensors: list[TensorSpec]
     """The tensors of its regions, in order."""
-    record: BlockRecord | None
-    """None for `raw`, whose index is its names."""
+    records: list[BlockRecord]
+    """One for each of its parts; none for `raw`, whose index is its names."""
     parts: list[tuple[str, str, bytes]]
     """(file tensor, dtype, bytes); block encodings use the name ""."""
     changed: int
@@ -88,8 +91,12 @@ class EncodedBlock:
 def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> EncodedBlock:
     """Code one block. Pure and free of shared state: blocks are coded on several threads."""
     changes = [change for change in changes if change.count]
-    coded = block_encoding(encoding).encode(changes, before) if changes and encoding != raw.name else None
-    return _encoded(changes, encoding, coded)
+    if not changes or encoding == raw.name:
+        return _encoded(changes, encoding, None)
+    if encoding == context.name:
+        return _encoded(changes, encoding, context.encode(changes, before))
+    parts, module = by_rows(changes), block_encoding(encoding)
+    return _encoded(changes, encoding, [(counted(part), module.encode(part, before)) for part in parts])
 
 
 def encode_counted(
@@ -103,8 +110,8 @@ def encode_counted(
     pool = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="deltawire")
     counting = threading.Semaphore(COUNTED_BATCHES)
 
-    def finish(changes: Sequence[Change], coded: Coded) -> EncodedBlock:
-        return _encoded(changes, context.name, coded)
+    def finish(changes: Sequence[Change], parts: Parts) -> EncodedBlock:
+        return _encoded(changes, context.name, parts)
 
     def together(batch: Sequence[Sequence[Change]]) -> list[EncodedBlock]:
         changed = [[change for change in changes if change.count] for changes in batch]
@@ -134,24 +141,23 @@ def _batches(blocks: Sequence[Sequence[Change]]) -> list[list[Sequence[Change]]]
     return result
 
 
-def _encoded(changes: Sequence[Change], encoding: str, coded: Coded | None) -> EncodedBlock:
-    """A block ready for a file; `coded` is None for `raw`, and where nothing changed."""
+def _encoded(changes: Sequence[Change], encoding: str, parts: Parts | None) -> EncodedBlock:
+    """A block ready for a file; `parts` is None for `raw`, and where nothing changed."""
     changed = sum(change.elements for change in changes)
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
-    if coded is None:
-        return EncodedBlock(tensors, None, raw.encode(changes), changed)
-    squeezed = squeeze([*coded.streams.values()])
-    streams = dict(zip(coded.streams, (stream for stream, _ in squeezed), strict=True))
-    payload = b"".join(stored for _, stored in squeezed)
+    if parts is None:
+        return EncodedBlock(tensors, [], raw.encode(changes), changed)
     number = {tensor: i for i, tensor in enumerate(tensors)}
-    regions = [
-        (number[c.region.tensor], c.region.row, c.region.rows, c.region.column, c.region.columns, c.count)
-        for c in changes
-    ]
-    record = BlockRecord(
-        coded.encoding or encoding, regions, streams, coded.parameters, blake3(payload).hexdigest(length=16)
-    )
-    return EncodedBlock(tensors, record, [("", "U8", payload)], changed)
+    records, stored = [], []
+    for counts, coded in parts:
+        squeezed = squeeze([*coded.streams.values()])
+        streams = dict(zip(coded.streams, (stream for stream, _ in squeezed), strict=True))
+        payload = b"".join(data for _, data in squeezed)
+        regions = [(number[r.tensor], r.row, r.rows, r.column, r.columns, count) for r, count in counts]
+        hash = blake3(payload).hexdigest(length=16)
+        records.append(BlockRecord(coded.encoding or encoding, regions, streams, coded.parameters, hash))
+        stored.append(("", "U8", payload))
+    return EncodedBlock(tensors, records, stored, changed)
 
 
 class DataFile:
@@ -212,17 +218,18 @@ class DeltaWriter:
         self._blocks: list[BlockRecord] = []
 
     def add(self, block: EncodedBlock) -> None:
-        for name, dtype, data in block.parts:
-            name = name or f"block.{len(self._blocks):05d}"
+        for number, (name, dtype, data) in enumerate(block.parts):
+            name = name or f"block.{len(self._blocks) + number:05d}"
             self._pieces.setdefault(name, []).append((self.size, len(data)))
             self._dtypes[name] = dtype
             with spooling("a delta"):
                 self._spool.write(data)
             self.size += len(data)
-        if block.record is not None:
+        if block.records:
             numbers = [self._tensors.setdefault(tensor, len(self._tensors)) for tensor in block.tensors]
-            regions = [(numbers[r[0]], *r[1:]) for r in block.record.regions]
-            self._blocks.append(msgspec.structs.replace(block.record, regions=regions))
+        for record in block.records:
+            regions = [(numbers[r[0]], *r[1:]) for r in record.regions]
+            self._blocks.append(msgspec.structs.replace(record, regions=regions))
         self.changed += block.changed
 
     def finish(self, metadata: Mapping[str, str]) -> DataFile:
@@ -234,9 +241,18 @@ class DeltaWriter:
             "changed_params": str(self.changed),
             **metadata,
         }
+        names = [*self._pieces]
+        if self._blocks:
+            tensors = [*self._tensors]
+            order = sorted(range(len(names)), key=lambda number: _place(tensors, self._blocks[number]))
+            names = [names[number] for number in order]
         items = [
-            (name, self._dtypes[name], (sum(n for _, n in pieces) // lookup(self._dtypes[name]).size,))
-            for name, pieces in self._pieces.items()
+            (
+                name,
+                self._dtypes[name],
+                (sum(n for _, n in self._pieces[name]) // lookup(self._dtypes[name]).size,),
+            )
+            for name in names
         ]
         index = b""
         if self.encoding != raw.name:
@@ -246,7 +262,7 @@ class DeltaWriter:
             ((stream, index),) = squeeze([plain])
             everything["index_size"] = str(stream.raw)
             items.insert(0, (INDEX, "U8", (len(index),)))
-        pieces = [piece for name in self._pieces for piece in self._pieces[name]]
+        pieces = [piece for name, *_ in items if name != INDEX for piece in self._pieces[name]]
         spool = self._spool
 
         def body() -> Iterator[bytes]:
@@ -281,6 +297,17 @@ class DeltaWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _place(tensors: Sequence[TensorSpec], block: BlockRecord) -> tuple[str, str, list[bool]]:
+    """Where a block lies in a file, so that a reader of some rows or columns needs few ranges of it: with the blocks of
+    the same kind of tensor, those of the first half of columns first, then of rows; within these by quarters, eighths.
+    """
+    number, row, _, column, *_ = block.regions[0]
+    tensor = tensors[number]
+    sides = column * PLACES // max(tensor.columns, 1), row * PLACES // max(tensor.rows, 1)
+    bits = [bool(side >> level & 1) for level in reversed(range(PLACES.bit_length() - 1)) for side in sides]
+    return (*kind_of(tensor), bits)
 
 
 @dataclass(frozen=True, slots=True)

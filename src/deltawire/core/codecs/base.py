@@ -66,6 +66,10 @@ class Coded(msgspec.Struct, frozen=True):
     """The encoding of the streams, if it is not that of the encoder that was called."""
 
 
+Parts = Sequence[tuple[CountedRegions, Coded]]
+"""A block as it is stored: in parts that are coded apart, each a block of the file."""
+
+
 # Our streams are noise with a skewed histogram: all there is to gain is in zstd's entropy coder. Its usual search finds
 # short accidental matches that cost more than they save; only long ones (runs, in dense blocks) are looked for.
 _ENTROPY_ONLY = zstandard.ZstdCompressionParameters(

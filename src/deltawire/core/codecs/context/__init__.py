@@ -6,6 +6,7 @@ rank inside its class, in a tile of about 64 K weights that decodes from its own
 every byte of it.
 
     tiles        how a region is cut
+    cuts         how a block is cut, by `packed` and `planes` too
     classes      what each weight's class is, ranks and places: all the work per weight
     old_weights  the weights of a block in host memory, counted and ranked by class
     levels       rows and columns that are likelier than their exponents say
@@ -26,7 +27,8 @@ import msgspec
 
 from ...change import Change, Units, joined
 from .. import packed, planes
-from ..base import Before, Coded, squeeze
+from ..base import Before, Coded, Parts, squeeze
+from .cuts import by_rows, counted
 from .decoder import TiledBlock, TileSpan
 from .encoder import BlockEncoder, Each, rank_together
 
@@ -39,27 +41,27 @@ SMALL = 128
 """A head alone takes about half as many bytes: a block that is this small when packed stays so."""
 
 
-Finish = Callable[[Sequence[Change], Coded], Any]
+Finish = Callable[[Sequence[Change], Parts], Any]
 
 
-def encode(changes: Sequence[Change], before: Before) -> Coded:
+def encode(changes: Sequence[Change], before: Before) -> Parts:
     """The block in tiles where that is smallest, else `packed`, or `planes` where most of it changed.
 
     `packed` is always made: it takes a twentieth of the time, and nothing else says for sure how large it would be.
     """
-    coded: Coded = encode_together([changes], before)[0]
-    return coded
+    parts: Parts = encode_together([changes], before)[0]
+    return parts
 
 
 def encode_together(
     blocks: Sequence[Sequence[Change]],
     before: Before,
     each: Each = map,
-    finish: Finish = lambda _, coded: coded,
+    finish: Finish = lambda _, parts: parts,
     counting: AbstractContextManager[Any] | None = None,
 ) -> list[Any]:
     """`encode` for several blocks of one dtype, whose old weights are counted at once. `each` may use threads; `finish`
-    is called there with the changes of each block and its code, and what it returns is the result. `counting` is
+    is called there with the changes of each block and its parts, and what it returns is the result. `counting` is
     entered while old weights are held."""
 
     def start(changes: Sequence[Change]) -> tuple[Coded, int, BlockEncoder | None]:
@@ -75,13 +77,18 @@ def encode_together(
     found = [next(ranked) if encoder is not None else None for _, _, encoder in started]
 
     def end(number: int) -> Any:
-        (coded, size, encoder), ranks = started[number], found[number]
+        (plain, size, encoder), ranks, changes = started[number], found[number], blocks[number]
         if encoder is not None and ranks is not None:
             own = encoder.code(ranks)
             # not compressed yet, and hardly compressible
-            if sum(map(len, own.streams.values())) < size:
-                coded = own
-        return finish(blocks[number], coded)
+            if sum(len(stream) for _, coded in own for stream in coded.streams.values()) < size:
+                return finish(changes, own)
+        parts = by_rows(changes)
+        if len(parts) == 1:
+            return finish(changes, [(counted(changes), plain)])
+        module = planes if plain.encoding == planes.name else packed
+        coded = [msgspec.structs.replace(module.encode(part, before), encoding=module.name) for part in parts]
+        return finish(changes, [*zip(map(counted, parts), coded, strict=True)])
 
     return list(each(end, range(len(blocks))))
 

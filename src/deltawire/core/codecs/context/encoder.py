@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...change import Change, Units
+from ...change import Change, Region, Units
 from ...compiled import njit
 from ...dtypes import lookup
 from ...errors import PositionError
 from ...simd import LEAN
 from ...ulps import zigzags_of
-from ..base import Before, Coded
+from ..base import Before, Coded, Parts
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
+from .cuts import UNCUT, BlockCut, Cut, cut_of, cut_within, part_of
 from .entropy import SPREADS, SYMBOLS, models, scale_counts, unscale_tables
 from .head import (
+    COLUMN_LEVELS,
     NEVER,
+    ROW_LEVELS,
     BlockHead,
     RegionGrid,
     exponent,
@@ -29,7 +33,7 @@ from .head import (
 )
 from .levels import Floats, choose_levels, scatters
 from .old_weights import CountedBefore, Counts, HostBlock, OldBlock, RankedChanges, RegionChanges
-from .tiles import TILE, grid_of, walked
+from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
 """Regions with fewer changes have too few to choose levels from."""
@@ -132,8 +136,41 @@ class BlockEncoder:
             if s.positions.size > FEW_CHANGES and s.rows > 1 and True in s.scatter:
                 s.row_levels, s.column_levels = choose_levels(old, number, s, rule.table(CLASSES), rate)
 
-    def code(self, ranked: RankedChanges) -> Coded:
-        regions, rule, classes = self.regions, self.rule, self.classes
+    def code(self, ranked: RankedChanges) -> Parts:
+        """Code the block, in the parts that it is cut into."""
+        cut = cut_of([region.change.region for region in self.regions])
+        units, before = sum(region.change.region.units for region in self.regions), 0
+        if cut == BlockCut(1, UNCUT):
+            everything = [_whole(region) for region in self.regions]
+            return [([(region.region, region.changed) for region in everything], self._code(everything, ranked))]
+        n, k, ranks, zigzags = ranked
+        changed = k.sum(1)
+        coded: list[CodedRegion] = []
+        # which of these each tile belongs to
+        owner, first = np.empty(len(n), np.int64), 0
+        for region in self.regions:
+            at = np.empty(region.grid, np.int64)
+            group = cut.group(before, units)
+            before += region.change.region.units
+            for tiles, part in _parts(region, cut.cut, group):
+                at[tiles] = len(coded)
+                coded.append(part)
+            owner[first : first + region.tiles] = at.reshape(-1)
+            first += region.tiles
+        for part, count in zip(coded, np.bincount(owner, changed, len(coded)).astype(np.int64).tolist(), strict=True):
+            part.changed = count
+        result = []
+        for where in np.ndindex(cut.groups, *cut.cut):
+            here = [i for i, part in enumerate(coded) if part.part == where and part.changed]
+            if here:
+                mine, tile = [coded[i] for i in here], np.isin(owner, here)
+                change = np.repeat(tile, changed)
+                streams = self._code(mine, (n[tile], k[tile], ranks[change], zigzags[change]))
+                result.append(([(part.region, part.changed) for part in mine], streams))
+        return result
+
+    def _code(self, regions: Sequence[CodedRegion], ranked: RankedChanges) -> Coded:
+        rule, classes = self.rule, self.classes
         n, k, ranks, zigzags = ranked
         tiles = np.array([s.tiles for s in regions], np.int64)
         rates, inverse, offsets = np.empty(CLASSES, np.uint8), np.empty(CLASSES, np.bool_), np.empty_like(tiles)
@@ -163,6 +200,47 @@ class BlockEncoder:
                 "tiles": out[:size].tobytes(),
             }
         )
+
+
+@dataclass(slots=True)
+class CodedRegion:
+    """A region, or a part of one, whose tiles are coded together."""
+
+    region: Region
+    grid: tuple[int, int]
+    row_levels: LevelBytes | None
+    column_levels: LevelBytes | None
+    changed: int
+    part: tuple[int, int, int] = (0, 0, 0)
+    """Group, row and column of the part of the block that it is in."""
+
+    @property
+    def tiles(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def flags(self) -> int:
+        return ROW_LEVELS * (self.row_levels is not None) + COLUMN_LEVELS * (self.column_levels is not None)
+
+
+def _whole(region: RegionChanges) -> CodedRegion:
+    changed = region.change.count
+    return CodedRegion(region.change.region, region.grid, region.row_levels, region.column_levels, changed)
+
+
+def _parts(region: RegionChanges, cut: Cut, group: int) -> Iterator[tuple[tuple[slice, slice], CodedRegion]]:
+    """The parts of a region, row by row, and which of its tiles they have. Their changes are not counted yet."""
+    of_block, cut = cut, cut_within(region.change.region, region.grid, cut)
+    down, across = region.grid[0] // cut[0], region.grid[1] // cut[1]
+    for i, j in np.ndindex(cut):
+        part, rows, columns = part_of(region.change.region, cut, i, j), region.row_levels, region.column_levels
+        if cut != UNCUT:
+            rows = None if rows is None else rows[i * part.rows : (i + 1) * part.rows]
+            columns = None if columns is None else columns[j * part.columns : (j + 1) * part.columns]
+        tiles = slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across)
+        # with what is at the same place in other regions
+        place = group, i * of_block[0] // cut[0], j * of_block[1] // cut[1]
+        yield tiles, CodedRegion(part, (down, across), rows, columns, 0, place)
 
 
 # ── what the head says ──
