@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltawire as dw
-from deltawire.costs import CODING, SPEEDS, TRAINING, bits_at, density_at
+from deltawire.costs import CODING, DEVICE, SPEEDS, TRAINING, bits_at, density_at
 
 
 def test_measured_points_are_met_exactly() -> None:
@@ -71,3 +71,21 @@ def test_speeds_are_those_of_the_benchmark() -> None:
                 (coding.decode, found["decode_ns_per_weight"] - written),
             ):
                 assert 1e9 * cost(1.0, row["density"]) == pytest.approx(measured, rel=0.15), name
+
+
+def test_speeds_of_a_gpu_are_those_of_the_benchmark() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "held-cuda.json"
+    figures = json.loads(path.read_text())
+    held = next(row for row in figures["held"] if (row["detector"], row["bucket"]) == ("snapshot", "fast"))
+    replica = figures["replica_ms"]["snapshot"]
+    weights = 1e6 * held["weights_m"]
+    changed = weights * held["changed_percent"] / 100
+    for name, milliseconds, amount in (
+        ("detect_weight", held["stream_ms"], weights),
+        ("encode_change", held["encode_ms"], changed),
+        ("decode_change", replica["decode"], changed),
+        ("stage_change", replica["stage"], changed),
+        ("apply_change", replica["apply"], changed),
+        ("prove_weight", replica["prove"], weights),
+    ):
+        assert getattr(DEVICE, name) == pytest.approx(milliseconds / 1e3 / amount, rel=0.01), name

@@ -20,6 +20,8 @@ __all__ = [
     "AUTO",
     "CODING",
     "CONTEXT",
+    "DEVICE",
+    "DEVICE_MACHINE",
     "DTYPES",
     "MACHINE",
     "SPEEDS",
@@ -112,6 +114,34 @@ CODING = {
     "context": Coding(6.95e-10, 1.3e-07, 9.69e-10, 8.41e-08),
     "raw": Coding(3.1e-11, 3.45e-09, 0, 1.16e-08),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Seconds on one GPU with sixteen cores of its host: so much per weight or change that it holds, as `packed`."""
+
+    detect_weight: float
+    """Compare with the copy on the device, while the training stream waits."""
+    encode_change: float
+    """Copy to the host, sort, encode."""
+    decode_change: float
+    stage_change: float
+    """Copy to the device, gather the old bits, predict the digest."""
+    apply_change: float
+    prove_weight: float
+
+
+DEVICE = Device(
+    detect_weight=4.35e-12,
+    encode_change=4.8e-09,
+    decode_change=4.29e-09,
+    stage_change=4.95e-09,
+    apply_change=5.03e-11,
+    prove_weight=9.78e-13,
+)
+"""An H200, Qwen3-0.6B's shape with 1.3 % changed: benchmarks/results/held-cuda.json (a test compares them)."""
+
+DEVICE_MACHINE = "one H200 with sixteen cores"
 
 AUTO = "auto"
 """The one of packed and context that arrives first, chosen by the publisher for each version."""

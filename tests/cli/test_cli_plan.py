@@ -45,10 +45,33 @@ def test_plan_for_programs() -> None:
     assert invoke_json("plan", "--params", "7B", "--density", 0.02)["figures"]["density"] == 0.02
 
 
+def test_a_model_on_gpus_takes_its_share_of_what_one_gpu_was_measured_with() -> None:
+    gpus = {"density": 0.01, "trainer_gpus": 8, "replica_gpus": 4}
+    one, more = costs(**gpus), costs(**{**gpus, "params": 70e9, "trainer_gpus": 80, "replica_gpus": 40})
+    for name in ("detect", "encode", "decode", "apply", "prove", "pause"):
+        assert one[name] == pytest.approx(more[name])
+    assert one["pause"] == one["apply"] + one["prove"] < costs(density=0.01)["pause"]
+    assert one["put"] == costs(density=0.01)["put"]
+    value = invoke_json("plan", "--params", "7B", "--density", 0.01, "--trainer-gpus", 8, "--replica-gpus", 4)
+    assert value["figures"] == one
+    assert "one H200" in invoke("plan", "--params", "7B", "--replica-gpus", 4).stdout
+
+
+def test_a_table_of_models() -> None:
+    text = invoke("plan", "--models", columns=140).stdout
+    rows = invoke_json("plan", "--models")["models"]
+    assert [row["name"] for row in rows] == ["8B", "70B", "235B-A22B", "1T"]
+    assert all(row["name"] in text for row in rows)
+    assert "Computed" in text
+    assert rows[3]["sync"] > rows[0]["sync"]
+    assert all(row["density"] == 0.01 for row in rows)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         (),
+        ("--params", "7B", "--trainer-gpus", 8, "--encoding", "context"),
         ("--params", "many"),
         ("--params", "7B", "--bandwidth", "fast"),
         ("--params", "7B", "--dtype", "int4"),

@@ -8,7 +8,19 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
-from ..costs import AUTO, CODING, DTYPES, MACHINE, SPEEDS, TRAINING, UnknownCost, bits_at, density_at
+from ..costs import (
+    AUTO,
+    CODING,
+    DEVICE,
+    DEVICE_MACHINE,
+    DTYPES,
+    MACHINE,
+    SPEEDS,
+    TRAINING,
+    UnknownCost,
+    bits_at,
+    density_at,
+)
 from . import ui
 from .quantities import count, rate, seconds
 
@@ -36,11 +48,17 @@ class Setup:
     """Bytes per second from the bucket to one replica."""
     replicas: int = 1
     cores: int = 16
-    """On either side."""
+    """On either side; with GPUs, sixteen to each."""
+    trainer_gpus: int = 0
+    """Among which the trainer's weights are divided; 0 if they are compared in host memory."""
+    replica_gpus: int = 0
+    """Among which the weights of a replica are divided; 0 if they are in host memory."""
 
 
 def command(
-    params: Annotated[float, Option(parser=count, metavar="COUNT", help="Weights of the model: 405e9, 405B, 600M.")],
+    params: Annotated[
+        float | None, Option(parser=count, metavar="COUNT", help="Weights of the model: 405e9, 405B, 600M.")
+    ] = None,
     lr: Annotated[float, Option(min=0, help="Learning rate (AdamW, bf16 weights with an fp32 master).")] = 1e-6,
     bandwidth: Annotated[
         float, Option(parser=rate, metavar="RATE", help="From the trainer into the bucket: 1Gbit, 2GB/s.")
@@ -60,6 +78,13 @@ def command(
     dtype: Annotated[str, Option(help="dtype of the published weights: bf16, fp16, fp32, fp8.")] = "bf16",
     encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     cores: Annotated[int, Option(min=1, help="Cores that deltawire may use, on the trainer and on each replica.")] = 16,
+    trainer_gpus: Annotated[
+        int, Option(min=0, help="GPUs of the trainer, each with its share of the weights and 16 cores.")
+    ] = 0,
+    replica_gpus: Annotated[int, Option(min=0, help="GPUs of each replica, in the same way.")] = 0,
+    models: Annotated[
+        bool, Option("--models", help="A table of four models, from 8B to 1T, on GPUs as such runs have them.")
+    ] = False,
     json: ui.JsonOption = False,
 ) -> None:
     """Estimate what a run costs: sizes, times, storage, traffic.
@@ -74,13 +99,24 @@ def command(
       deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
       deltawire plan --params 600M --step-seconds 10s --density 0.012
       deltawire plan --params 7B --bandwidth 100Mbit --encoding auto
+      deltawire plan --params 70B --trainer-gpus 32 --replica-gpus 4 --bandwidth 100Gbit
+      deltawire plan --models
     """
+    if models:
+        value = {"models": [{"name": m.name, **asdict(m.setup), **estimate(m.setup)} for m in MODELS]}
+        ui.emit(value, _render_models, json)
+        return
+    if params is None:
+        raise BadParameter("say how many weights the model has, as --params 70B", param_hint="--params")
     if dtype not in DTYPES:
         raise BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
     wire = {"bandwidth": bandwidth, "replica_bandwidth": replica_bandwidth or bandwidth}
-    setup = Setup(params, lr, dtype, density, encoding, step_seconds, **wire, replicas=replicas, cores=cores)
+    gpus = {"trainer_gpus": trainer_gpus, "replica_gpus": replica_gpus}
+    setup = Setup(params, lr, dtype, density, encoding, step_seconds, **wire, replicas=replicas, cores=cores, **gpus)
     try:
-        setup = resolved(setup)
+        if setup.encoding not in ("packed", AUTO) and max(trainer_gpus, replica_gpus):
+            raise UnknownCost(f"on GPUs only `packed` was measured, and not {setup.encoding}")
+        setup = replace(setup, encoding="packed") if max(trainer_gpus, replica_gpus) else resolved(setup)
         costs = estimate(setup)
     except UnknownCost as error:
         raise BadParameter(str(error)) from None
@@ -122,6 +158,15 @@ def estimate(setup: Setup) -> dict[str, float]:
         "apply": changed / SPEEDS.apply,
         "prove": params / (SPEEDS.prove * cores),
     }
+    if gpus := setup.trainer_gpus:
+        phases |= {"detect": params * DEVICE.detect_weight / gpus, "encode": changed * DEVICE.encode_change / gpus}
+    if gpus := setup.replica_gpus:
+        phases |= {
+            "verify": delta / (SPEEDS.hash * 16 * gpus),
+            "decode": changed * (DEVICE.decode_change + DEVICE.stage_change) / gpus,
+            "apply": changed * DEVICE.apply_change / gpus,
+            "prove": params * DEVICE.prove_weight / gpus,
+        }
     sync = sum(phases.values())
     full_sync = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * cores)
     # beside an anchor there is no delta of more than half its bytes
@@ -143,6 +188,7 @@ def estimate(setup: Setup) -> dict[str, float]:
         "anchor_every": every,
         **phases,
         "sync": sync,
+        "pause": phases["apply"] + phases["prove"],
         "full_sync": full_sync,
         "smaller": anchor / delta,
         "faster": full_sync / sync,
@@ -154,6 +200,34 @@ def estimate(setup: Setup) -> dict[str, float]:
         "join_bytes": joined,
         "join_seconds": joined / setup.replica_bandwidth + replaying,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A model, and hardware that runs of its size use."""
+
+    name: str
+    setup: Setup
+
+
+_NODE = 3.125e9
+"""Bytes per second between a node of eight GPUs and a bucket: 25 Gbit/s."""
+
+
+def _example(name: str, params: float, trainer_gpus: int, replica_gpus: int) -> Example:
+    up, down = (_NODE * max(gpus / 8, 1) for gpus in (trainer_gpus, 8))
+    setup = Setup(
+        params, density=0.01, bandwidth=up, replica_bandwidth=down, trainer_gpus=trainer_gpus, replica_gpus=replica_gpus
+    )
+    return Example(name, setup)
+
+
+MODELS = (
+    _example("8B", 8e9, 8, 1),
+    _example("70B", 70e9, 32, 4),
+    _example("235B-A22B", 235e9, 64, 8),
+    _example("1T", 1e12, 256, 16),
+)
 
 
 def _density(setup: Setup) -> float:
@@ -185,6 +259,24 @@ def _notes(setup: Setup, costs: dict[str, float]) -> list[str]:
     return notes
 
 
+def _render_models(out: ui.Console) -> None:
+    rows = []
+    for example in MODELS:
+        setup, costs = example.setup, estimate(example.setup)
+        phases = (ui.duration(costs[name]) for name in ("detect", "encode", "put", "fetch", "decode", "pause", "sync"))
+        gpus = f"{setup.trainer_gpus} → {setup.replica_gpus}"
+        copy = ui.size(costs["anchor_bytes"] / setup.trainer_gpus)
+        rows.append([example.name, gpus, ui.size(costs["delta_bytes"]), *phases, copy])
+    columns = ["model", "GPUs", "version", "held", "encode", "put", "fetch", "stage", "pause", "in all", "copy per GPU"]
+    ui.print_table(out, columns, rows, left=("model",), drop=("copy per GPU", "stage", "encode"))
+    out.print(
+        f"Computed, for 1 % changed weights as packed: figures measured on {DEVICE_MACHINE} and 0.6 B weights, divided "
+        "by the number of GPUs. 25 Gbit/s for each node of eight to and from the bucket; every node fetches the whole "
+        "version. Without round trips, and without waiting for ranks.",
+        soft_wrap=True,
+    )
+
+
 def _render(out: ui.Console, setup: Setup, costs: dict[str, float]) -> None:
     fits = "within" if costs["sync"] <= setup.step_seconds else "longer than"
     out.print(
@@ -208,6 +300,7 @@ def _render(out: ui.Console, setup: Setup, costs: dict[str, float]) -> None:
     for note in _notes(setup, costs):
         out.print(f"note: {note}", soft_wrap=True)
     out.print(
-        f"Measured by benchmarks/costs_table.py and benchmarks/codec.py on {MACHINE}, and scaled; without round trips.",
+        f"Measured by benchmarks/costs_table.py and benchmarks/codec.py on {MACHINE}, and scaled; without round trips."
+        + (f" GPUs: by benchmarks/held.py on {DEVICE_MACHINE}." if setup.trainer_gpus or setup.replica_gpus else ""),
         soft_wrap=True,
     )
