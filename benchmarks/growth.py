@@ -380,19 +380,33 @@ def bend(rows: list[dict[str, Any]], name: str, share: float) -> float:
     return round(float(np.log(max(large, 1e-6) / max(small, 1e-6)) / np.log(many / few)), 2) if many > few else 0.0
 
 
-def print_fit(found: dict[str, dict[str, float]]) -> None:
-    print("| | constant | per weight | per changed weight | per further rank | error | worst | bend |")
-    print("|---|---|---|---|---|---|---|---|")
+def table(found: dict[str, dict[str, float]]) -> list[str]:
+    """The fit as lines of Markdown."""
+    lines = ["| | constant | per weight | per changed weight | per further rank | error | worst | bend |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, terms in found.items():
         of_bytes = name in BYTES
         unit, each, scale = ("MB", 1.0, 1e-6) if of_bytes else ("ms", 1e9, 1e3)
         per = "B" if of_bytes else "ns"
-        print(
+        lines.append(
             f"| {name} | {scale * terms['constant']:.3g} {unit} | {each * terms['per_weight']:.3g} {per} | "
             f"{each * terms['per_change']:.3g} {per} | {scale * terms['per_rank']:.3g} {unit} | "
             f"{terms['typical_error']:.0%} | {terms['worst_error']:.0%} | "
-            f"{terms[f'bend_{SHARES[0]:g}']} to {terms[f'bend_{SHARES[-1]:g}']} |"
+            f"{terms[f'bend_{SHARES[0]:g}']:g} to {terms[f'bend_{SHARES[-1]:g}']:g} |"
         )
+    return lines
+
+
+def seconds(rows: list[dict[str, Any]], share: float) -> list[str]:
+    """Seconds by the clock and memory at one share of changed weights, as lines of Markdown."""
+    lines = [f"| weights | ranks | {' | '.join((*PUBLISH, *SYNC))} | trainer's memory | replica's memory |"]
+    lines.append("|---" * (4 + len(PUBLISH) + len(SYNC)) + "|")
+    for row in (row for row in rows if row["share"] == share):
+        phases = " | ".join(f"{1e3 * row['seconds'][name]:,.0f} ms" for name in (*PUBLISH, *SYNC))
+        memory = " | ".join(f"{row['memory'][name] / 1e9:.2f} GB" for name in BYTES)
+        generated = ", generated" if row["generated"] else ""
+        lines.append(f"| {row['weights'] / 1e9:.2f} B{generated} | {row['ranks']} | {phases} | {memory} |")
+    return lines
 
 
 def plot(rows: list[dict[str, Any]], out: Path) -> None:
@@ -474,7 +488,7 @@ def main() -> None:
     if given.fit:
         facts = json.loads(given.out.read_text())["about"]
     found = fit(rows)
-    print_fit(found)
+    print("\n".join([*table(found), "", *seconds(rows, 0.01)]))
     write_json(given.out, {"about": facts, "rows": rows, "fit": found})
     plot(rows, given.out.with_suffix(".svg"))
 

@@ -275,6 +275,36 @@ def copy(source: Store, target: Store) -> float:
     return time.perf_counter() - began
 
 
+def table(rows: list[dict[str, Any]], s3: list[dict[str, Any]]) -> list[str]:
+    """What each question cost in the shortest run and in the longest one, as lines of Markdown."""
+    versions = sorted({row["version"] for row in rows if row["question"] == "join" and "pruned" not in row})
+    lines = [
+        f"| | requests at version {versions[0]:,} | at {versions[-1]:,} | bytes | memory | seconds "
+        "| SeaweedFS: requests | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        pruned, name = row.get("pruned", False), row["question"]
+        if row["version"] in versions[:-1] or (row["version"] not in versions and row["version"] < versions[-1] // 2):
+            continue
+        first = [r["requests"] for r in rows if (r["question"], r["version"]) == (name, versions[0])]
+        label = f"{name}, again" if row.get("run") == 2 else name
+        label += ", after `prune`" if pruned else ""
+        label += "" if row["version"] in versions else f", at {row['version']:,}"
+
+        def same(other: dict[str, Any], row: dict[str, Any] = row) -> bool:
+            at_page = (other["version"] < versions[-1]) == (row["version"] < versions[-1])
+            return at_page and all(other.get(key) == row.get(key) for key in ("question", "run", "pruned"))
+
+        there = next((other for other in s3 if same(other)), None)
+        lines.append(
+            f"| {label} | {f'{first[0]:,}' if first and not pruned and row['version'] in versions else ''} | "
+            f"{row['requests']:,} | {row['bytes'] / 1e6:,.3f} MB | {row['memory_mb']:,.0f} MB "
+            f"| {row['seconds']:.2f} s | " + (f"{there['requests']:,} | {there['seconds']:.2f} s |" if there else "| |")
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=100_000)
@@ -299,6 +329,7 @@ def main() -> None:
         if not given.folder:
             shutil.rmtree(folder)
     write_json(given.out, {"about": facts, **result})
+    print("\n".join(table(result["asked"], result.get("s3", {}).get("asked", []))))
 
 
 def measure(folder: Path, versions: int, s3: bool) -> dict[str, Any]:

@@ -133,6 +133,23 @@ def measure(tensors: int, profiled: bool) -> dict[str, Any]:
     return found
 
 
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """CPU seconds by number of tensors, as lines of Markdown."""
+    few, many = rows[-2], rows[-1]
+    sizes = " | ".join(f"{row['tensors']:,}" for row in rows)
+    lines = [f"| | {sizes} | per tensor | bend |"]
+    lines.append("|---" * (3 + len(rows)) + "|")
+    for name, took in many["took"].items():
+        seconds = " | ".join(f"{row['took'][name]['cpu']:.2f} s" for row in rows)
+        ratio = took["cpu"] / max(few["took"][name]["cpu"], 1e-4)
+        bend = math.log(ratio) / math.log(many["tensors"] / few["tensors"])
+        lines.append(f"| {name} | {seconds} | {1e6 * took['cpu'] / many['tensors']:.0f} µs | {bend:.2f} |")
+    for name in many["bytes"]:
+        sizes = " | ".join(f"{row['bytes'][name] / 1e3:,.1f} kB" for row in rows)
+        lines.append(f"| {name} | {sizes} | {many['bytes'][name] / many['tensors']:.1f} B | |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", default="1000,10000,100000", help="by comma")
@@ -144,13 +161,8 @@ def main() -> None:
     facts["load"] = os.getloadavg()[0]
     print_about(facts)
     rows = [measure(int(size), given.profile) for size in given.tensors.split(",")]
-    for name in rows[-1]["took"] if len(rows) > 1 else ():
-        few, many = rows[-2], rows[-1]
-        ratio = many["took"][name]["cpu"] / max(few["took"][name]["cpu"], 1e-4)
-        bend = math.log(ratio) / math.log(many["tensors"] / few["tensors"])
-        each = many["took"][name]["cpu"] / many["tensors"]
-        many["took"][name] |= {"us_each": round(1e6 * each, 2), "bend": round(bend, 2)}
-        print(f"  {name:28} {1e6 * each:8.1f} µs CPU per tensor, bend {bend:.2f}")
+    if not given.profile and len(rows) > 1:
+        print("\n".join(table(rows)))
     if not given.profile:
         write_json(given.out, {"about": facts, "rows": rows})
 

@@ -259,7 +259,13 @@ def _notes(setup: Setup, costs: dict[str, float]) -> list[str]:
     return notes
 
 
-def _render_models(out: ui.Console) -> None:
+MODEL_COLUMNS = (
+    "model", "GPUs", "version", "held", "encode", "put", "fetch", "stage", "pause", "in all", "copy per GPU",
+)  # fmt: skip
+
+
+def model_rows() -> list[list[str]]:
+    """The table of `--models`, as text."""
     rows = []
     for example in MODELS:
         setup, costs = example.setup, estimate(example.setup)
@@ -267,8 +273,11 @@ def _render_models(out: ui.Console) -> None:
         gpus = f"{setup.trainer_gpus} → {setup.replica_gpus}"
         copy = ui.size(costs["anchor_bytes"] / setup.trainer_gpus)
         rows.append([example.name, gpus, ui.size(costs["delta_bytes"]), *phases, copy])
-    columns = ["model", "GPUs", "version", "held", "encode", "put", "fetch", "stage", "pause", "in all", "copy per GPU"]
-    ui.print_table(out, columns, rows, left=("model",), drop=("copy per GPU", "stage", "encode"))
+    return rows
+
+
+def _render_models(out: ui.Console) -> None:
+    ui.print_table(out, MODEL_COLUMNS, model_rows(), left=("model",), drop=("copy per GPU", "stage", "encode"))
     out.print(
         f"Computed, for 1 % changed weights as packed: figures measured on {DEVICE_MACHINE} and 0.6 B weights, divided "
         "by the number of GPUs. 25 Gbit/s for each node of eight to and from the bucket; every node fetches the whole "
