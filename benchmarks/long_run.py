@@ -1,13 +1,13 @@
 """A run of 100,000 versions: what publishing, joining, catching up, `log`, the page and `prune` cost as it grows.
 
-    python benchmarks/long_run.py                    # in a folder; about ten minutes, 1.5 GB in memory (/dev/shm)
-    python benchmarks/long_run.py --s3               # then the same questions of a real SeaweedFS, ten minutes more
-    python benchmarks/long_run.py --versions 10000
+    python benchmarks/long_run.py                    # about ten minutes, 1.5 GB in memory (/dev/shm)
+    python benchmarks/long_run.py --versions 10000   # a tenth of it
 
-Every version is written by the real Publisher, one after the other: 4,096 weights of which a few change, two metrics,
-an anchor every 100 versions. SeaweedFS gets the objects of that run as they are, sixteen at a time, and 100 more
-versions by the Publisher. Each question is asked by a process of its own: requests by kind (a listing counts as one
-for each thousand keys), bytes, seconds, and the memory that it needs beyond its imports.
+Every version is written by the real Publisher into a folder, one after the other: 4,096 weights of which a few change,
+two metrics, an anchor every 100 versions. After a tenth of them a real SeaweedFS gets a copy of the objects that are
+there, sixteen at a time, and 100 more versions by the Publisher. Each question is asked by a process of its own:
+requests by kind (a listing counts as one for each thousand keys), bytes, seconds, and the memory that it needs beyond
+its imports.
 
 `98,307` is asked too: a page of history of 32,768 versions ends there, more than any reader who is a few versions
 behind needs. Last comes `prune` with the default rule, twice, and the questions once more.
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -276,31 +276,28 @@ def copy(source: Store, target: Store) -> float:
 
 
 def table(rows: list[dict[str, Any]], s3: list[dict[str, Any]]) -> list[str]:
-    """What each question cost in the shortest run and in the longest one, as lines of Markdown."""
-    versions = sorted({row["version"] for row in rows if row["question"] == "join" and "pruned" not in row})
+    """What each question cost after a tenth of the versions and after all, as lines of Markdown."""
+    first, last = (which(row["version"] for row in rows if row["question"] == "join") for which in (min, max))
     lines = [
-        f"| | requests at version {versions[0]:,} | at {versions[-1]:,} | bytes | memory | seconds "
-        "| SeaweedFS: requests | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| | requests at {first:,} | SeaweedFS at {first + MORE:,} | at {last:,} | bytes | memory | seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        pruned, name = row.get("pruned", False), row["question"]
-        if row["version"] in versions[:-1] or (row["version"] not in versions and row["version"] < versions[-1] // 2):
-            continue
-        first = [r["requests"] for r in rows if (r["question"], r["version"]) == (name, versions[0])]
-        label = f"{name}, again" if row.get("run") == 2 else name
-        label += ", after `prune`" if pruned else ""
-        label += "" if row["version"] in versions else f", at {row['version']:,}"
 
-        def same(other: dict[str, Any], row: dict[str, Any] = row) -> bool:
-            at_page = (other["version"] < versions[-1]) == (row["version"] < versions[-1])
-            return at_page and all(other.get(key) == row.get(key) for key in ("question", "run", "pruned"))
+    def of(found: list[dict[str, Any]], newest: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """The answers about one run, by question: of its newest version, or of one after a page of history."""
+        here = [row for row in found if newest // 2 < row["version"] <= newest]
+        return {
+            (row["question"], row["version"] < newest, row.get("run", 1), row.get("pruned", False)): row for row in here
+        }
 
-        there = next((other for other in s3 if same(other)), None)
+    few, away = of(rows, first), of(s3, first + MORE)
+    for key, row in of(rows, last).items():
+        question, at_page, run, pruned = key
+        label = f"{question}{', after a long page' * at_page}{', again' * (run == 2)}{', after `prune`' * pruned}"
+        before, there = (f"{found[key]['requests']:,}" if key in found else "" for found in (few, away))
         lines.append(
-            f"| {label} | {f'{first[0]:,}' if first and not pruned and row['version'] in versions else ''} | "
-            f"{row['requests']:,} | {row['bytes'] / 1e6:,.3f} MB | {row['memory_mb']:,.0f} MB "
-            f"| {row['seconds']:.2f} s | " + (f"{there['requests']:,} | {there['seconds']:.2f} s |" if there else "| |")
+            f"| {label} | {before} | {there} | {row['requests']:,} | {row['bytes'] / 1e6:,.3f} MB | "
+            f"{row['memory_mb']:,.0f} MB | {row['seconds']:.2f} s |"
         )
     return lines
 
@@ -308,7 +305,6 @@ def table(rows: list[dict[str, Any]], s3: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=100_000)
-    parser.add_argument("--s3", action="store_true", help="also with SeaweedFS")
     parser.add_argument("--folder", type=Path, help="for the run; by default a temporary one in /dev/shm")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
@@ -324,42 +320,47 @@ def main() -> None:
     shared = Path("/dev/shm")
     folder = given.folder or Path(tempfile.mkdtemp(prefix="deltawire-long-", dir=shared if shared.is_dir() else None))
     try:
-        result = measure(folder, given.versions, given.s3)
+        measure(folder, given.versions, lambda result: write_json(given.out, {"about": facts, **result}))
     finally:
         if not given.folder:
             shutil.rmtree(folder)
-    write_json(given.out, {"about": facts, **result})
-    print("\n".join(table(result["asked"], result.get("s3", {}).get("asked", []))))
+    found = json.loads(given.out.read_text())
+    print("\n".join(table(found["asked"], found["s3"]["asked"])))
 
 
-def measure(folder: Path, versions: int, s3: bool) -> dict[str, Any]:
-    url = (folder / "run").as_uri()
+def measure(folder: Path, versions: int, save: Callable[[dict[str, Any]], None]) -> None:
+    url, each, tenth = (folder / "run").as_uri(), versions // 20, versions // 10
     trainer = Trainer(open_store(url))
-    published, rows, each = [], [], max(versions // 20, 1)
-    for done in range(0, versions, each):
-        published.append({"to": done + each, **trainer.publish(each)})
-        print(f"published {done + each:,}: {published[-1]}", flush=True)
-        if done + each in (versions // 20, versions // 4):
+    result: dict[str, Any] = {"versions": versions, "published": [], "asked": []}
+    for done in range(each, versions + 1, each):
+        result["published"].append({"to": done, **trainer.publish(each)})
+        print(f"published {done:,}: {result['published'][-1]}", flush=True)
+        if done in (tenth, versions):
             trainer.close()
-            rows += ask_all(url, done + each - 1)
-            trainer = Trainer(open_store(url), done + each)
-    trainer.close()
-    rows += ask_all(url, versions - 1)
-    result: dict[str, Any] = {"versions": versions, "published": published, "contents": contents(open_store(url))}
-    if s3:
-        with SeaweedFS() as server:
-            store = server.store(S3.removeprefix("s3://"))
-            copied = copy(open_store(url), store)
-            print(f"copied in {copied:.0f} s")
-            trainer = Trainer(store, versions)
-            more = trainer.publish(MORE)
-            trainer.close()
-            print(f"published {MORE} more: {more}", flush=True)
-            found = ask_all(S3, versions + MORE - 1, server.environment)
-            found += ask_pruned(S3, versions + MORE - 1, server.environment)
-            result["s3"] = {"copied_s": round(copied, 1), "published": more, "asked": found, "left": contents(store)}
-    rows += ask_pruned(url, versions - 1)
-    return {**result, "asked": rows, "left": contents(open_store(url))}
+            result["asked"] += ask_all(url, done - 1)
+            save(result)
+        if done == tenth:
+            result["s3"] = in_seaweedfs(url, tenth)
+            save(result)
+            trainer = Trainer(open_store(url), done)
+    result["contents"] = contents(open_store(url))
+    result["asked"] += ask_pruned(url, versions - 1)
+    result["left"] = contents(open_store(url))
+    save(result)
+
+
+def in_seaweedfs(url: str, versions: int) -> dict[str, Any]:
+    with SeaweedFS() as server:
+        store = server.store(S3.removeprefix("s3://"))
+        copied = copy(open_store(url), store)
+        print(f"copied to SeaweedFS in {copied:.0f} s")
+        trainer = Trainer(store, versions)
+        more = trainer.publish(MORE)
+        trainer.close()
+        print(f"published {MORE} more: {more}", flush=True)
+        newest = versions + MORE - 1
+        found = ask_all(S3, newest, server.environment) + ask_pruned(S3, newest, server.environment)
+        return {"copied_s": round(copied, 1), "published": more, "asked": found, "left": contents(store)}
 
 
 if __name__ == "__main__":
