@@ -103,16 +103,17 @@ def command(
       deltawire plan --models
     """
     if models:
-        value = {"models": [{"name": m.name, **asdict(m.setup), **estimate(m.setup)} for m in MODELS]}
-        ui.emit(value, _render_models, json)
+        found = [{"name": m.name, **asdict(m.setup), **estimate(m.setup)} for m in MODELS]
+        ui.emit({"models": found}, _render_models, json)
         return
     if params is None:
         raise BadParameter("say how many weights the model has, as --params 70B", param_hint="--params")
     if dtype not in DTYPES:
         raise BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
-    wire = {"bandwidth": bandwidth, "replica_bandwidth": replica_bandwidth or bandwidth}
-    gpus = {"trainer_gpus": trainer_gpus, "replica_gpus": replica_gpus}
-    setup = Setup(params, lr, dtype, density, encoding, step_seconds, **wire, replicas=replicas, cores=cores, **gpus)
+    down = replica_bandwidth or bandwidth
+    setup = Setup(
+        params, lr, dtype, density, encoding, step_seconds, bandwidth, down, replicas, cores, trainer_gpus, replica_gpus
+    )
     try:
         if setup.encoding not in ("packed", AUTO) and max(trainer_gpus, replica_gpus):
             raise UnknownCost(f"on GPUs only `packed` was measured, and not {setup.encoding}")
