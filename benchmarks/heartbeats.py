@@ -3,21 +3,23 @@
     python benchmarks/heartbeats.py                                     # writes results/heartbeats.json
     python benchmarks/heartbeats.py --real 1000 --forged 0 5000 --stores file
 
-In a bucket (SeaweedFS) and in a folder. Real replicas renew their heartbeats; forged ones are newer. Commands run as
-their own processes, from start to exit, with and without the roster that a keeper writes (keeper/roster.py).
+In a bucket (SeaweedFS) and in a folder, with and without the roster that a keeper writes (keeper/roster.py). Commands
+run in this process, so that the start of a program, half a second on an idle machine, is not among the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _report import about, print_about, write_json
 from deltawire.bucket.run import Run
+from deltawire.cli import app
 from deltawire.core import keys
 from deltawire.core.manifest import Heartbeat, SyncRecord, dump
 from deltawire.dash.collect import Collector
@@ -61,23 +64,21 @@ def write(run: Run, names: list[str]) -> None:
             pass
 
 
-def seconds_of(command: list[str], environ: dict[str, str]) -> tuple[float, Any]:
-    """Run a command, and return how long it took and the JSON that it printed."""
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "deltawire", *command, "--json"], env={**os.environ, **environ}, check=True,
-        capture_output=True,
-    )  # fmt: skip
-    return round(time.perf_counter() - began, 2), json.loads(done.stdout)
+def seconds_of(command: list[str]) -> tuple[float, Any]:
+    """Run a command in this process, and return how long it took and the JSON that it printed."""
+    printed, began = io.StringIO(), time.perf_counter()
+    with redirect_stdout(printed):
+        app([*command, "--json"], standalone_mode=False)
+    return round(time.perf_counter() - began, 2), json.loads(printed.getvalue())
 
 
-def look(run: Run, real: list[str], environ: dict[str, str], *, has_roster: bool) -> dict[str, Any]:
+def look(run: Run, real: list[str], *, has_roster: bool) -> dict[str, Any]:
     """What the commands take and find now."""
     address, known = run.store.url, {*real}
     fleet = Fleet(run, keepers=True)
     fleet.read()
-    fleet_s, found = seconds_of(["fleet", address], environ)
-    log_s, _ = seconds_of(["log", address], environ)
+    fleet_s, found = seconds_of(["fleet", address])
+    log_s, _ = seconds_of(["log", address])
     began = time.perf_counter()
     collector = Collector(run.store)
     document = collector.look()
@@ -117,8 +118,8 @@ def training(run: Run, trainer: Publisher, weights: dict[str, Any], replica: Rep
     }
 
 
-def measure(store: Store, environ: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def measure(store: Store, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each number of forged heartbeats."""
     weights = {"w": np.zeros(WEIGHTS, np.uint16)}
     live = {"w": np.zeros(WEIGHTS, np.uint16)}
     counting = CountingStore(store)
@@ -128,7 +129,7 @@ def measure(store: Store, environ: dict[str, str], options: argparse.Namespace) 
         replica = Replica(counting, id="watched", heartbeat=1e-9)
         replica.sync(live)
         training(run, trainer, weights, replica, live)  # kernels are loaded, files are warm
-        empty_s = seconds_of(["fleet", store.url], environ)[0]
+        seconds_of(["fleet", store.url])  # all is imported
         real = [f"gpu-{number:05}" for number in range(options.real)]
         writer, there = RosterWriter(run), 0
         for forged in options.forged:
@@ -141,9 +142,8 @@ def measure(store: Store, environ: dict[str, str], options: argparse.Namespace) 
                 "forged": forged,
                 **training(run, trainer, weights, replica, live),
             }
-            row["empty_s"] = empty_s
             row["requests_per_version"] = round(counting.requests.total() / VERSIONS, 1)
-            row["looks"] = [look(run, real, environ, has_roster=False)]
+            row["looks"] = [look(run, real, has_roster=False)]
             began = time.perf_counter()
             # a keeper that has seen the real ones before
             writer.update()
@@ -153,11 +153,9 @@ def measure(store: Store, environ: dict[str, str], options: argparse.Namespace) 
             row["members"] = writer.update()
             row["roster_next_s"] = round(time.perf_counter() - began, 2)
             row["roster_bytes"] = len(store.get(keys.ROSTER).data)
-            row["looks"].append(look(run, real, environ, has_roster=True))
+            row["looks"].append(look(run, real, has_roster=True))
             store.delete(keys.ROSTER)
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+            yield row
 
 
 def main() -> None:
@@ -171,14 +169,17 @@ def main() -> None:
     print_about(facts)
     found: dict[str, Any] = {"about": facts, "rows": []}
     for name in options.stores:
-        with tempfile.TemporaryDirectory(prefix="deltawire-heartbeats-") as folder:
-            if name == "file":
-                rows = measure(LocalStore(Path(folder) / "run"), {}, options)
-            else:
-                with SeaweedFS(Path(folder) / "seaweed") as seaweed:
-                    rows = measure(seaweed.store("deltawire/chat"), seaweed.environment, options)
-        found["rows"] += [{"store": name, **row} for row in rows]
-    write_json(options.out, found)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-heartbeats-")))
+            store: Store = LocalStore(folder / "run")
+            if name == "s3":
+                seaweed = stack.enter_context(SeaweedFS(folder / "seaweed"))
+                os.environ.update(seaweed.environment)
+                store = seaweed.store("deltawire/chat")
+            for row in measure(store, options):
+                found["rows"].append({"store": name, **row})
+                print(line(found["rows"][-1]), flush=True)
+                write_json(options.out, found)
 
 
 def line(row: dict[str, Any]) -> str:

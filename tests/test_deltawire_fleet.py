@@ -17,8 +17,9 @@ from deltawire.core.manifest import Heartbeat, SyncRecord, dump
 from deltawire.fleet import Fleet, Member
 from deltawire.replica import Replica
 from deltawire.store import ObjectInfo, Store
+from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
-from support import blank, history, publish
+from support import HookedStore, blank, history, publish
 
 HOSTILE = [
     "", ":", "8000", "host",
@@ -205,6 +206,24 @@ def test_members_that_are_named_or_known_are_found_among_forged_ones(
         for number in range(40):
             beat(store, f"forged-{number}")
     assert fleet.left_out == 32
+
+
+def test_a_trainer_and_a_replica_read_no_heartbeats(store: Store) -> None:
+    """So a flood of forged ones costs them nothing."""
+    asked: list[tuple[str, str]] = []
+    heard = HookedStore(store, lambda when, verb, key: asked.append((verb, key)))
+    versions = history(4)
+    with Publisher(heard) as publisher:
+        publisher.publish(versions[0]).result(60)
+        live, replica = blank(versions[0]), Replica(heard, id="mine", heartbeat=1e-9)
+        for weights in versions[1:]:
+            publisher.publish(weights).result(60)
+            replica.sync(live)
+    with Publisher(heard) as publisher:  # after a restart
+        publisher.publish(versions[0]).result(60)
+    assert ("put", keys.replica("mine")) in asked
+    touching = {(verb, key) for verb, key in asked if key.startswith(keys.REPLICAS) or keys.REPLICAS.startswith(key)}
+    assert touching == {("put", keys.replica("mine"))}
 
 
 def test_a_fleet_reads_what_is_new(store: Store) -> None:

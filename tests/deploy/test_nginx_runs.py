@@ -67,7 +67,8 @@ def status(url: str, method: str = "GET") -> tuple[int, str]:
 
 def test_what_is_served_and_for_how_long(bucket: Store, url: str, versions: list[Model]) -> None:
     publish(bucket, versions[:3])
-    bucket.put(keys.replica("secret"), b'{"address": "10.0.0.7:8000"}')
+    for key in (keys.replica("secret"), keys.ROSTER):
+        bucket.put(key, b'{"address": "10.0.0.7:8000"}')
     delta = next(item.key for item in bucket.list(keys.DELTAS))
     assert status(f"{url}/{delta}") == (200, "public, max-age=31536000, immutable, no-transform")
     assert status(f"{url}/{keys.manifest(1)}") == (200, "public, max-age=60, no-transform")
@@ -75,7 +76,7 @@ def test_what_is_served_and_for_how_long(bucket: Store, url: str, versions: list
         assert status(f"{url}/{key}") == (200, "public, max-age=1, no-transform")
     for key in (keys.manifest(99), keys.PRUNED, "deltas/step_000099.00000000.safetensors"):
         assert status(f"{url}/{key}") == (404, "no-store")
-    for key in (keys.replica("secret"), keys.WRITER, keys.KEEPER, "", "?list-type=2"):
+    for key in (keys.replica("secret"), keys.ROSTER, keys.WRITER, keys.KEEPER, "", "?list-type=2"):
         assert status(f"{url}/{key}")[0] == 404
     for method in ("PUT", "POST", "DELETE"):
         assert status(f"{url}/{keys.HEAD}", method)[0] == 405

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,7 +104,7 @@ def command(
         fleet.read()
         found = fleet.members(newest)
         if not wanted:
-            value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
+            value = {"run": opened.store.url, "newest": newest, "replicas": found}
 
             def render(out: ui.Console) -> None:
                 version = "no version yet" if newest is None else f"newest version {newest}"

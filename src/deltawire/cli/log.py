@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -63,7 +62,7 @@ def command(
         "elements": opened.schema.elements,
         "full_bytes": opened.schema.nbytes,
         "versions": [_version(summary, opened, sorted(tags.get(summary.version, ()))) for summary in versions],
-        "replicas": [asdict(member) for member in replicas],
+        "replicas": replicas,
     }
 
     def render(out: ui.Console) -> None:

@@ -132,7 +132,10 @@ def _escaped(json: str) -> str:
         encoded = char.encode("utf-16-be", "surrogatepass").hex()
         return "".join(f"\\u{encoded[at : at + 4]}" for at in range(0, len(encoded), 4))
 
-    return "".join(char if char.isprintable() or char == "\n" else escape(char) for char in json)
+    def shown(line: str) -> str:
+        return line if line.isprintable() else "".join(char if char.isprintable() else escape(char) for char in line)
+
+    return "\n".join(map(shown, json.split("\n")))
 
 
 def clean(text: str, limit: int = 500) -> str:
