@@ -1,6 +1,6 @@
 """A process that makes processes to be killed: it imports everything once, then forks a child per line of input.
 
-    {"job": "publish" | "apply", "run": path, …, "die": n or null, "place": text, "after": seconds or null}
+    {"job": "publish" | "apply" | "take", "run": path, …, "die": n or null, "place": text, "after": seconds or null}
 
 A child kills itself with SIGKILL at its n-th event, or its n-th event that starts with `place`: a store operation, a
 chunk of an upload, a system call that makes data durable or visible, a write to a weight. Or it is killed from outside
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.bucket.run import Run
+from deltawire.foreign import Importer
 from deltawire.replica import Replica, host
 from deltawire.replica.host import HostShard
 from deltawire.store import LocalStore
@@ -114,7 +115,16 @@ def apply(task: dict[str, Any], death: Death) -> None:
         replica.sync(live, min(version, newest))
 
 
-JOBS: dict[str, Callable[[dict[str, Any], Death], None]] = {"publish": publish, "apply": apply}
+def take(task: dict[str, Any], death: Death) -> None:
+    """Import what another system wrote."""
+    for name in ("fsync", "replace", "link"):
+        around(death, os, name)
+    with Importer(task["source"], HookedStore(LocalStore(task["run"]), death), base=task["base"]) as importer:
+        for _ in importer.follow(once=True):
+            death("imported")
+
+
+JOBS: dict[str, Callable[[dict[str, Any], Death], None]] = {"publish": publish, "apply": apply, "take": take}
 
 
 def child(task: dict[str, Any], tell: int) -> None:
