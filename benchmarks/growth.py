@@ -426,8 +426,8 @@ def plot(rows: list[dict[str, Any]], out: Path) -> None:
     panels = [
         chart("publish, CPU seconds", lines(("held", "write")), "10⁹ weights"),
         chart("sync, CPU seconds", lines(SYNC), "10⁹ weights"),
-        chart("memory beyond the weights, trainer, GB", scaled(lines(("trainer",))), "10⁹ weights"),
-        chart("memory beyond the weights, replica, GB", scaled(lines(("replica",))), "10⁹ weights"),
+        chart("trainer's memory, GB", scaled(lines(("trainer",))), "10⁹ weights"),
+        chart("replica's memory, GB", scaled(lines(("replica",))), "10⁹ weights"),
     ]
     height, width = 190, 580
     placed = "".join(
