@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,9 +16,9 @@ from deltawire.core.manifest import Heartbeat, Roster, SyncRecord, dump
 from deltawire.fleet import Fleet, Member
 from deltawire.keeper import keeper as keeping
 from deltawire.keeper import roster
-from deltawire.keeper.keeper import Keeper
+from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.roster import RosterWriter
-from deltawire.store import Store
+from deltawire.store import LocalStore, Store
 from deltawire_wordle.counting import CountingStore
 from support import history, publish
 
@@ -129,6 +131,17 @@ def test_a_flood_of_forged_heartbeats_hides_nobody(run: Run, monkeypatch: pytest
     assert fleet.left_out == 82
 
 
+def test_a_keeper_that_is_restarted_in_a_flood_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REAL:
+        beat(run, name)
+    RosterWriter(run).update()
+    monkeypatch.setattr(roster, "MOST", 30)
+    for number in range(100):
+        beat(run, f"forged-{number}")
+    assert RosterWriter(run).update() == 30
+    assert {*REAL} <= members(run)[0].keys()
+
+
 def test_hostile_heartbeats_take_no_more_room_than_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in REAL:
         beat(run, name)
@@ -151,20 +164,34 @@ def test_hostile_heartbeats_take_no_more_room_than_others(run: Run, monkeypatch:
     assert members(run)[1] == 2
 
 
-def test_the_keeper_that_works_writes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keeper_that_works_writes_it_to_each_bucket(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeping, "EVERY_S", 0.02)
     monkeypatch.setattr("deltawire.keeper.lease.SETTLE_S", 0.0)
     for name in REAL:
         beat(run, name)
-    stop, keeper = threading.Event(), Keeper(run.store)
+    mirror = LocalStore(tmp_path / "mirror")
+    stop, keeper = threading.Event(), Keeper(run.store, KeeperOptions(mirrors=(mirror.url,)))
     for kept in keeper.follow(poll=0.05, stop=stop):
         if kept.version == 2:
             stop.set()
     deadline = time.monotonic() + 30
-    while run.roster_object() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    keeper.close()
+
+    def until(done: Callable[[], bool]) -> None:
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    until(lambda: run.roster_object() is not None)
     found = run.roster()
     assert found is not None
     assert {beat.replica for beat in found.replicas} == {*REAL, keeper.id}
+    # replicas of another region write theirs to its bucket
+    until(lambda: any(item.key == keys.HEAD for item in mirror.list()))
+    copied = Run.open(mirror)
+    for name in REAL:
+        beat(copied, f"far-{name}")
+    until(lambda: copied.roster_object() is not None)
+    keeper.close()
+    assert members(copied)[0].keys() == {f"far-{name}" for name in REAL}

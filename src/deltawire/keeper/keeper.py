@@ -26,6 +26,7 @@ from ..bucket.fetch import Progress, fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
 from ..bucket.replay import require_digest
+from ..bucket.run import Run
 from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.versions import address_only
 from ..bucket.walk import TRIES, Delta, prefetch
@@ -188,8 +189,9 @@ class Keeper:
         """
         stop = stop or threading.Event()
         newest = None
-        # in a thread of its own: an anchor may take minutes
-        threading.Thread(target=self._write_rosters, name="deltawire-roster", daemon=True).start()
+        # in threads of their own: an anchor may take minutes, and a region be cut off
+        for where in (self.run.store, *self.options.mirrors):
+            threading.Thread(target=self._write_rosters, args=(where,), name="deltawire-roster", daemon=True).start()
         with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
             while not stop.is_set():
                 try:
@@ -205,15 +207,20 @@ class Keeper:
                 self.replica.beat()
                 watcher.wait()
 
-    def _write_rosters(self) -> None:
-        writer = RosterWriter(self.run)
+    def _write_rosters(self, where: Store | str) -> None:
+        """Keep the roster of the replicas whose heartbeats are in one bucket: that of the run, or a mirror of it."""
+        writer, what = None, f"the roster of {open_store(where).url}"
         while not self._ending.wait(EVERY_S):
+            trouble = ""
             try:
                 if self.working:
+                    writer = writer or RosterWriter(Run.open(where))
                     writer.update()
-                self._note("roster", "")
+            except errors.RunNotFound:
+                pass  # a mirror that is not begun
             except errors.DeltawireError as error:
-                self._note("roster", f"no roster of the replicas: {error}")
+                trouble = f"{what} is not written: {error}"
+            self._note(what, trouble)
 
     def once(self) -> Iterator[KeptVersion]:
         """Do what is due and yield each version that was dealt with."""
@@ -397,7 +404,8 @@ class Keeper:
         if text and self._notes.get(what) != text:
             log.error("%s: %s", self.id, text)
         self._notes[what] = text
-        self.replica.heartbeats.note = "; ".join(text for text in self._notes.values() if text)
+        # a copy: threads that write rosters come here too
+        self.replica.heartbeats.note = "; ".join(text for text in [*self._notes.values()] if text)
 
     # ── prove ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -38,9 +38,12 @@ class RosterWriter:
         self._run = run
         self._known: dict[str, tuple[ObjectInfo, Heartbeat | None]] = {}
         """By key, those that have been there for longest first; None for what is no heartbeat."""
+        self._begun = False
 
     def update(self) -> int:
         """Read the heartbeats that were written since the last time, and write the roster. Returns how many it has."""
+        if not self._begun:
+            self._go_on()
         listed = [item for item in self._run.heartbeat_objects() if keys.is_replica(item.key)]
         if len(listed) < LEAST:
             self._known.clear()
@@ -59,6 +62,14 @@ class RosterWriter:
         )
         self._run.store.put(keys.ROSTER, dump(roster))
         return count
+
+    def _go_on(self) -> None:
+        """Take those that the keeper before this one knew for known, while they are renewed."""
+        found = self._run.roster()
+        for beat, modified in zip(found.replicas, found.modified, strict=True) if found else ():
+            key = keys.replica(beat.replica)
+            self._known[key] = ObjectInfo(key, 0, modified, None), beat
+        self._begun = True
 
 
 def _short(beat: Heartbeat) -> Heartbeat:
