@@ -63,7 +63,7 @@ class Finding:
     check: str
     verdict: Verdict
     detail: str = ""
-    """What was found, or what is wrong and what to do."""
+    """The finding, or the problem and what to do."""
     seconds: float = 0.0
     """How long the check took."""
 
@@ -87,7 +87,7 @@ Tell = Callable[[Finding], None]
 
 
 class _Said(Exception):
-    """What is wrong, and what to do."""
+    """The problem, and what to do."""
 
     def __init__(self, text: str, verdict: Verdict = "failed") -> None:
         super().__init__(text)
@@ -450,7 +450,7 @@ _SIGNATURES = {
     "checked": "checked; a key to which the trainer's delegated is trusted with the weights too",
     "own": "checked; links of delegated keys are refused",
 }
-"""What is said of `signatures` in a status."""
+"""Texts for `signatures` in a status."""
 
 _STATES: dict[str, tuple[Verdict, str]] = {
     "healthy": ("ok", ""),

@@ -26,7 +26,7 @@ _WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 _UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into the names of what they wrap, anywhere."""
+"""Prefixes that torch.compile, FSDP and activation checkpointing put into names, anywhere."""
 _PARALLEL = {
     "DataParallel",
     "DeepSpeedEngine",
@@ -224,7 +224,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a view has found out about a model. Does not reference the model."""
+    """The result of reading a model's tensors. Does not reference the model."""
 
     where: Any
     """Its tensors, see `_memory_of`."""
@@ -271,7 +271,7 @@ class ModelView:
             self.tensors: dict[str, Any] = {name: tensors[name] for name in tensors if name not in known.schema.ties}
             return
         self.tensors = {}
-        """What the schema's tensors are in the model, in the model's own dtypes."""
+        """The schema's tensors as the model has them, in its own dtypes."""
         ties: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():

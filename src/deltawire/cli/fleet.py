@@ -144,7 +144,7 @@ class Output:
     proxy: bool
     """Whether clients are sent to the addresses in it."""
     text: str = ""
-    """What was written last."""
+    """The document that was written last."""
 
     def write(self, found: list[Member], allowed: Allowed, max_lag: int | None) -> bool:
         """Write it if it changed. False, and nothing is written, if a proxy would get no server."""

@@ -33,7 +33,7 @@ KEEP_LAST, GRACE = 20, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run is planned for."""
+    """The setup that a run is planned for."""
 
     params: float
     lr: float = 1e-6
@@ -243,7 +243,7 @@ def _density(setup: Setup) -> float:
 
 
 def _notes(setup: Setup, costs: dict[str, float]) -> list[str]:
-    """What follows from the setup and is easily overlooked."""
+    """Consequences of the setup that are easily overlooked."""
     notes = []
     if setup.density is None:
         if not TRAINING[0].lr <= setup.lr <= TRAINING[-1].lr:

@@ -1,4 +1,4 @@
-"""What commands share: options, output for people and for programs, figures, addresses, progress."""
+"""Common to all commands: options, output for people and for programs, figures, addresses, progress."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Region:
         return self.start, stride if self.contiguous else self.columns, stride
 
     def meet(self, other: Region) -> Region | None:
-        """What two regions have in common; None if nothing."""
+        """The part that two regions have in common; None if they have none."""
         if self.tensor.name != other.tensor.name:
             return None
         row, column = max(self.row, other.row), max(self.column, other.column)

@@ -68,7 +68,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds and where, every claim of it checked."""
+    """The content of a file and where it is, every claim of it checked."""
 
     metadata: dict[str, str]
     items: dict[str, Item]

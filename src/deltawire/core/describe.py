@@ -171,7 +171,7 @@ def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:
 
 @dataclass(slots=True)
 class TensorDifference:
-    """What changed in one tensor, as `difference` finds it.
+    """The changes in one tensor, as `difference` finds it.
 
     print(found.name, found.changed, found.max_ulps, found.norm)
     """

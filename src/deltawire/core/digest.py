@@ -73,7 +73,7 @@ class StateDigest:
 
 
 class Words:
-    """What the sum multiplies with: A and B, from a seed."""
+    """The factors of the sum: A and B, from a seed."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed

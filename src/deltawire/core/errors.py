@@ -123,7 +123,7 @@ class DeltawireError(Exception):
     """
 
     exit_code = 1
-    """What the command line returns for an error of this class."""
+    """Exit status of the command line for an error of this class."""
 
     everywhere = False
     """Whether it was raised for each of several buckets of the run."""

@@ -1,4 +1,4 @@
-"""What a reader holds of a model, and the parts of an object that it needs for that."""
+"""The part of a model that a reader holds, and the parts of an object that it needs for that."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Held:
         return _joined(sorted((region.row, region.row + region.rows) for region in regions), 0)
 
     def common(self, region: Region) -> list[Region]:
-        """What is held of a region."""
+        """The parts of a region that are held."""
         found = (region.meet(mine) for mine in self._by_tensor.get(region.tensor.name, ()))
         return [part for part in found if part is not None]
 

@@ -87,7 +87,7 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
     objects: tuple[Blob, ...] = ()
     encoding: str = ""
     why: str = ""
-    """What `auto` weighed when it chose the encoding."""
+    """Why `auto` chose the encoding."""
     changed: int = 0
     """Elements that differ from the base."""
     source: str = ""
@@ -185,7 +185,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     recent: Annotated[tuple[Summary, ...], Meta(max_length=RECENT)] = ()
     """The versions since the last page of history."""
     origin: Origin | None = None
-    """What the version was derived from; None unless the run is derived."""
+    """The version that it was derived from; None unless the run is derived."""
     signer: str = ""
     """The public key that signed it; empty in an unsigned run."""
     rotations: Annotated[tuple[Endorsement, ...], Meta(max_length=MAX_ROTATIONS)] = ()
@@ -261,7 +261,7 @@ class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     schema_hash: str
     format: int = FORMAT
     model: str = ""
-    """What the user calls it."""
+    """The user's name for the model."""
     base: Base | None = None
     """The base model; None unless this is a run of adapters."""
 

@@ -1,4 +1,4 @@
-"""What a run's weights look like: names, shapes, dtypes and ties. Both sides check everything else against it."""
+"""The schema of a run's weights: names, shapes, dtypes and ties. Both sides check everything else against it."""
 
 from __future__ import annotations
 

@@ -199,5 +199,5 @@ def _lines(path: Path, *, private: bool = False) -> str:
 
 
 def _shown(given: str | os.PathLike[str]) -> str:
-    """What was given, for a message; not if it may be a key that was mistyped."""
+    """The given text, for a message; not if it may be a mistyped key."""
     return re.sub(r"[0-9A-Fa-f]{16,}", "…", os.fspath(given))[:200]

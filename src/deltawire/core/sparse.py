@@ -199,7 +199,7 @@ class DataFile:
         return self._hash
 
     def blob(self, key: str) -> Blob:
-        """What a manifest says of it."""
+        """The record of it in a manifest."""
         return Blob(key, self.size, self.hash, self.head_size, self.head_hash)
 
 
@@ -469,7 +469,7 @@ class DeltaFile:
 
 
 class DeltaClaim(msgspec.Struct, frozen=True):
-    """What the manifest of a version says that a delta is."""
+    """The identity of a delta, by the manifest of its version."""
 
     run: str
     base: int | None

@@ -1,4 +1,4 @@
-"""What to say when the folder of temporary files has no room."""
+"""The error for a folder of temporary files that has no room."""
 
 from __future__ import annotations
 

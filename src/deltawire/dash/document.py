@@ -166,7 +166,7 @@ class Document(msgspec.Struct):
     heat: Heat | None = None
     steps: Steps | None = None
     notes: list[str] = []
-    """What was left out, for people."""
+    """A note about what was left out, for people."""
 
 
 def encode(document: Any) -> bytes:

@@ -107,7 +107,7 @@ class Bound:
 
 
 class Following(Protocol):
-    """What leads a server from version to version: its follower, or what it knows of another process's."""
+    """The follower of a server, or what is known here of another process's follower."""
 
     pin: int | None
     listeners: set[Callable[[], None]]

@@ -106,7 +106,7 @@ class Follower:
 
     @property
     def reason(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """The problem; empty if there is none."""
         return str(self.failure or self.replica.trouble)
 
     def live(self) -> tuple[int | None, StateDigest]:

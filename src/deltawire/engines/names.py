@@ -32,7 +32,7 @@ VERSIONS_FIELD = "weight_versions"
 """Field of each choice: `[{"version": 41, "start": 0, "end": 17}, …]`, by output token, `end` exclusive."""
 
 STATES = ("idle", "starting", "healthy", "degraded", "paused", "failed")
-"""What `state` of GET /deltawire/status and the label of `deltawire_state` can be; /health names it too."""
+"""Values of `state` in GET /deltawire/status and of the label of `deltawire_state`; /health names it too."""
 
 SERVING = ("healthy", "degraded")
 """The states in which GET /health is 200 and completions are answered."""

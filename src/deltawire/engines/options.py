@@ -38,7 +38,7 @@ def option(default: Any, **given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What a server serves and follows, where it listens, and what it allows."""
+    """Options of a server: what it serves and follows, where it listens, and what it allows."""
 
     run: str = option("", variable="DELTAWIRE_RUN")
     """Address of the run. Empty: adapters alone are followed, or a trainer names the run to /update_weights."""
@@ -53,7 +53,7 @@ class ServerOptions:
     adapters_keep: int = option(1, variable="DELTAWIRE_ADAPTERS_KEEP", least=0, only_plugins=True)
     """Number of older versions of each adapter that stay loaded when nothing uses them."""
     name: str | None = option(None, panel=WHAT, own_flag="--served-model-name", value="NAME")
-    """What clients call the model; the name of the run by default."""
+    """The clients' name for the model; the name of the run by default."""
     reference: Path | None = option(None, variable="DELTAWIRE_REFERENCE", panel=WHAT, value="DIR", exists=True)
     """Folder of the checkpoint that the run starts from, if its own name does not work here."""
     folder: Path | None = option(None, panel=WHAT, value="DIR", only_plugins=True)
@@ -81,7 +81,7 @@ class ServerOptions:
     """Keys and values of the old weights. version: running requests keep theirs, and no other request finds them.
     clear: all are dropped. keep: all requests find them. By default clear, with vLLM and SGLang version."""
     pause: Literal["keep", "wait", "abort"] = option("keep", variable="DELTAWIRE_PAUSE", only_plugins=True)
-    """What becomes of running requests at a swap."""
+    """How running requests are treated at a swap."""
 
     max_model_len: int | None = option(None, panel=ANSWERS, value="N", least=2)
     """Most tokens of prompt and answer together; the model's maximum by default."""
@@ -152,7 +152,7 @@ class Setting:
     own_flag: str = ""
     """Its flag, where that is not its name with dashes."""
     value: str = ""
-    """What --help writes for a value."""
+    """The placeholder for a value in --help."""
     least: float | None = None
     most: float | None = None
     exists: bool = False

@@ -45,7 +45,7 @@ _OF_PEFT: dict[str, Callable[[Any], Any]] = {"adapter": adapter, "merged": merge
 
 
 def _check_peft(peft: str) -> Callable[[Any], Any]:
-    """What makes the weights to publish from a PEFT model."""
+    """The function that makes the weights to publish from a PEFT model."""
     if peft not in _OF_PEFT:
         raise ValueError(f"of a PEFT model either {' or '.join(map(repr, _OF_PEFT))} is published, not {peft!r}")
     return _OF_PEFT[peft]
@@ -76,7 +76,7 @@ class BucketTransfer:
         self._model: Any = None
         """The trainer's model, once it is attached."""
         self._adapter: Any = None
-        """What is published instead of what the trainer sends."""
+        """The model that is published instead of what the trainer sends."""
         self._syncs = Syncs()
 
     # ── called by the trainer ────────────────────────────────────────────────────────────────────────────────────────

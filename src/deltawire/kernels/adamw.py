@@ -73,7 +73,7 @@ class Elements:
 
 
 class ChangeLog:
-    """What changed since it was last emptied, with the bits from before. Filled by `adamw`."""
+    """Changes since it was last emptied, with the bits from before. Filled by `adamw`."""
 
     def __init__(self, elements: Elements, ops: ModuleType) -> None:
         self.elements = elements

@@ -25,7 +25,7 @@ TILE = 1 << 16
 """Units of a flat tile: positions in it fit 16 bits, and a model of any size makes enough of them to fill a GPU."""
 
 VECTOR_BYTES = 16
-"""What a thread of a GPU reads at once where addresses allow."""
+"""Bytes that a thread of a GPU reads at once where addresses allow."""
 
 _UNITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -174,7 +174,7 @@ class Plan:
         return int((self.rows * -(-self.width // chunk)).max(initial=1))
 
     def launches(self, *lists: Sequence[Tensor]) -> list[Launch]:
-        """What to launch for these tensors. The lists lie alike: a tile has the same offset, in units, in each."""
+        """The launches for these tensors. The lists lie alike: a tile has the same offset, in units, in each."""
         # a model has hundreds of tensors and this runs in every call: a map takes half as long as a generator
         key = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
         if not all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):

@@ -1,4 +1,4 @@
-"""What kernels hand over: changes, ranks, and the class rules they were counted by; tiles of a `context` delta."""
+"""Results of kernels: changes, ranks, and the class rules they were counted by; tiles of a `context` delta."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _join(plan: Plan, levels: Sequence[tuple[Level, Level]]) -> tuple[npt.NDArra
 
 
 Sheet = Mapping[str, npt.NDArray[Any]]
-"""What `core.codecs.context.decoder.make_sheet` makes."""
+"""The result of `core.codecs.context.decoder.make_sheet`."""
 
 
 def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, ClassRules]:

@@ -23,7 +23,7 @@ _DIGEST_BLOCKS = 1 << 12
 def detect(
     plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool = False, most: int | None = None
 ) -> Changed:
-    """What differs between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
+    """The differences between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
     if cast:
         new = [tensor.detach().to(torch.bfloat16) for tensor in new]
     plan.launches(old, new)
@@ -102,7 +102,7 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
 
 
 def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Callable[[Tensor], None]:
-    """What adds both lanes to its argument when it is called."""
+    """A function that adds both lanes to its argument."""
 
     def run(out: Tensor) -> None:
         out += digest(plan, tensors, keys)

@@ -47,7 +47,7 @@ PROGRAMS = 5
 def detect(
     plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool = False, most: int | None = None
 ) -> Changed:
-    """What differs between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
+    """The differences between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
     launches = plan.launches(old, new)
     counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
     for launch in launches:
@@ -94,7 +94,7 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
 
 
 def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Callable[[Tensor], None]:
-    """What adds both lanes to its argument when it is called, and looks at nothing else then."""
+    """A function that adds both lanes to its argument and reads nothing else."""
     table, launches = _digest_table(plan), plan.launches(tensors)
 
     def run(out: Tensor) -> None:

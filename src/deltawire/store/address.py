@@ -51,7 +51,7 @@ class Address:
     prefix: str
     """Folder of the run in the bucket, without slashes around it."""
     options: dict[str, str]
-    """What stands after `?`."""
+    """The options after `?`."""
     url: str
     """The whole address, normalised."""
 
@@ -82,7 +82,7 @@ def parse(url: str) -> Address:
 
 
 def _options(scheme: str, query: str) -> dict[str, str] | None:
-    """What stands after `?`, or None when something there is not known."""
+    """The options after `?`; None if one is unknown."""
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     if not query:

@@ -37,7 +37,7 @@ _UNSAFE = tuple(
         (r"[\x00-\x1f\x7f]", "it contains a control character"),
     )
 )
-"""What no key may contain, and why."""
+"""Patterns that no key may contain, and why."""
 
 
 def check_size(where: str, size: int, limit: int | None) -> None:

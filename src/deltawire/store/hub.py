@@ -141,7 +141,7 @@ class HubStore:
         return sorted(f"{key}/" for key, info in right_below if info is None), [x for _, x in right_below if x]
 
     def _entries(self, folder: str, **params: str) -> Iterable[tuple[str, ObjectInfo | None]]:
-        """What the Hub lists below a folder of this store, by key; folders have no info."""
+        """The listing of the Hub below a folder of this store, by key; folders have no info."""
         root = self._root + folder
         page: str | None = "/tree" + (f"/{quote(root[:-1], safe='')}" if root else "")
         options: dict[str, Any] = {"params": params}

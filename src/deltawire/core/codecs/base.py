@@ -1,4 +1,4 @@
-"""What the encodings share: the form of a coded block, and the checks that every stream needs.
+"""Common to all encodings: the form of a coded block, and the checks that every stream needs.
 
 An encoding is a module with a `name` and two functions over a block:
 

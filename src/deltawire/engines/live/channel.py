@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 
 
 class Message(msgspec.Struct, tag=True):
-    """What a process is asked for. Each request is a struct of its own, sent with its name."""
+    """A request to a process. Each kind is a struct of its own, sent with its name."""
 
     def text(self) -> str:
         """As JSON, to go through an engine's own channels."""

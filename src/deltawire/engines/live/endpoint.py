@@ -40,7 +40,7 @@ Refuse = Callable[[Request, str, list[str]], None]
 
 
 class Endpoint:
-    """What a server with a follower answers. Each engine extends it, in the process that answers its clients:
+    """The answers of a server with a follower. Each engine extends it, in the process that answers its clients:
 
         listens            where the server listens, and the name of its model; first of all
         attach             before the app starts: routes, versions on completions; also show_metrics and ask_first
@@ -69,7 +69,7 @@ class Endpoint:
         self._address = ""
         """Where clients reach this server."""
         self.model = ""
-        """What clients call the model."""
+        """The clients' name for the model."""
         self._beginning = threading.Lock()
         """Held while the first run is chosen: requests come in several threads, each with an event loop."""
         self.metrics = control.FollowerMetrics(lambda: {"": self.follower} if self.follower else {})
@@ -243,7 +243,7 @@ class Endpoint:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _leader(self) -> Following | None:
-        """What leads this server from version to version."""
+        """The follower of this server."""
         return self.follower or self.elsewhere
 
     def version(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a target needs of the engine that computes with its weights. Each engine has an adapter that provides it."""
+"""The interface of an engine, as its target needs it. Each engine has an adapter that provides it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Engine(Protocol):
     """An engine with one or more ranks, for `Endpoint.open`. Coroutines run in the event loop of its HTTP server."""
 
     name: str
-    """What people call it, for messages: `vLLM`."""
+    """Its name in messages: `vLLM`."""
     source: str
     """Folder or hub name of the checkpoint that it started from."""
     first_rank: int

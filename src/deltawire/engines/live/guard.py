@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V", "w_kc", "w_vc")
-"""What attention layers compute from weights when they are loaded, and use in their place."""
+"""Values that attention layers compute from weights while loading, and use in their place."""
 
 
 def common_problems(model: nn.Module, model_config: Any) -> list[str]:

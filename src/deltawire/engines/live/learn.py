@@ -58,7 +58,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Learned:
-    """What is known about the hooks of a model's layers."""
+    """The learned hooks of a model's layers."""
 
     layers: Sequence[Layer]
     _touches: dict[Any, bool] = field(default_factory=dict)

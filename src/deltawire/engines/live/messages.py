@@ -1,4 +1,4 @@
-"""What the processes of a server ask of each other: a struct for each request, a union for each kind of process."""
+"""Requests between the processes of a server: a struct for each request, a union for each kind of process."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Placement:
     untouched: tuple[str, ...] = ()
     """Parameters of the model that the loader writes nothing to, by their names without adapters around them."""
     failure: str = ""
-    """What the loader raised; then nothing else is known."""
+    """The error that the loader raised; then nothing else is known."""
 
 
 def open_shard(pieces: Sequence[Piece]) -> LiveShard:

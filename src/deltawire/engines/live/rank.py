@@ -1,4 +1,4 @@
-"""What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
+"""One rank: stage, write, take back, report. Which version is next and whether all ranks agree is decided
 elsewhere (target.py).
 
     by the engine, between two steps     Locate → Listen → SetGroups, once; Apply, or Undo
@@ -123,7 +123,7 @@ class Rank:
         self._numbers = count(1)
         self._staged: _Staged | None = None
         self._written: _Staged | None = None
-        """What `apply` has begun to write."""
+        """The update that `apply` has begun to write."""
 
     def call(self, text: str) -> Answer:
         """Do what the text of a message asks for. An error is returned as an answer, so that all ranks answer."""

@@ -179,7 +179,7 @@ async def read_ahead(receive: Any) -> tuple[bytes, Any]:
 
 
 def models(body: bytes) -> list[str]:
-    """What a request names as its model, and as its adapter by SGLang's own name for that."""
+    """The model that a request names, and its adapter by SGLang's own field."""
     try:
         asked = json.loads(body)
         return [name for field in ("model", "lora_path") if isinstance(name := asked.get(field), str)]

@@ -1,4 +1,4 @@
-"""What the schedulers of all engines do in a swap: write on all ranks or on none, and salt the prefix cache.
+"""The swap in the schedulers of all engines: write on all ranks or on none, and salt the prefix cache.
 
 Imports nothing heavy: it runs in processes that must not import numba before their engine has set itself up.
 """

@@ -87,7 +87,7 @@ class EngineTarget:
         self._reload_is_safe = False
         """Whether the engine's own reload was seen to do no harm here."""
         self._harm = ""
-        """What a reload was seen to do."""
+        """The observed effect of a reload."""
 
     # ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

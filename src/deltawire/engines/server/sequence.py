@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What a step added to a sequence: its tokens from `first` up to `last`, and their text."""
+    """The addition of a step to a sequence: its tokens from `first` up to `last`, and their text."""
 
     text: str
     first: int

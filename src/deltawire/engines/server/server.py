@@ -222,7 +222,7 @@ class ServerFollower(Follower):
 
 
 class Metrics(control.FollowerMetrics):
-    """What GET /metrics shows. Gauges and counters are read from the scheduler and the follower at each request."""
+    """The figures of GET /metrics. Gauges and counters are read from the scheduler and the follower at each request."""
 
     def __init__(self, scheduler: Scheduler, follower: ServerFollower) -> None:
         super().__init__(lambda: {"": follower})

@@ -1,4 +1,4 @@
-"""What a scheduler of SGLang does with adapters, one per rank. Runs between two steps of the model."""
+"""Adapters in a scheduler of SGLang, one per rank. Runs between two steps of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vLLM worker does with adapters. Runs between two steps of the model, so nothing heavy is imported here."""
+"""Adapters in a vLLM worker. Runs between two steps of the model, so nothing heavy is imported here."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def serve(app: Any) -> None:
 
 
 class Relay:
-    """What an API server that does not follow knows of the one that does."""
+    """The state of the API server that follows, for one that does not."""
 
     def __init__(self) -> None:
         self._http = httpx.AsyncClient(

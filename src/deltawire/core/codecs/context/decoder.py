@@ -160,7 +160,7 @@ class TiledBlock:
         return changes
 
     def shard(self, number: int, rows: slice, columns: slice, old: Bits) -> Found:
-        """What changes within a rectangle of a region, from the old weights of that rectangle alone.
+        """The changes within a rectangle of a region, from the old weights of that rectangle alone.
 
         The rectangle must lie on tile lines. For one that does not, gather the old weights of the rectangle `around`
         it, decode that and keep what is wanted.
@@ -211,7 +211,7 @@ class TiledBlock:
         return np.stack([self._starts[numbers], self._starts[numbers + 1]], axis=-1)
 
     def _coding(self, number: int) -> tuple[Any, ...]:
-        """What decodes the strings of a region, as `decode_tile` takes it."""
+        """The decoder of a region's strings, as `decode_tile` takes it."""
         head, rates = self._head, np.empty(CLASSES, np.uint8)
         shift_rates(head.rates, head.inverse, head.grids[number].offset, rates)
         return (

@@ -262,7 +262,7 @@ def _code_tiles(
     histogram: Any, groups: Any, per_tile: Any, tables: Any, floats: Any, counts: Any, rates: Any, inverse: Any,
     offsets: Any, scaled: Any, lengths: Any, table: Any, out: Any, sizes: Any,
 ) -> Any:  # fmt: skip
-    """What the head says, into its arrays, and all tiles of regions with so many tiles each.
+    """Write the head into its arrays, and all tiles of regions with so many tiles each.
 
     Returns the length of the tiles (−1 where `out` is too small), which spread, and how many step tables. Sums and
     `groups` are zero before.
@@ -369,7 +369,7 @@ def _group_steps(histogram: Any, groups: Any, both: Any, table: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _bits(n: Any, steps: Any) -> Any:
-    """What positions and steps cost if n weights, steps.sum() of which changed, share a class."""
+    """Bits of positions and steps if n weights, steps.sum() of which changed, share a class."""
     k = steps.sum()
     p = min(max(k / max(n, 1e-9), 1e-12), 1 - 1e-12)
     return _entropy(steps) - (k * np.log2(p) + max(n - k, 0.0) * np.log2(1 - p))

@@ -27,7 +27,7 @@ from ...simd import LEAN, leading_zeros
 
 PRECISION = 14
 TOTAL = 1 << PRECISION
-"""What the frequencies of a table sum to."""
+"""Sum of the frequencies of a table."""
 
 SYMBOLS = 64
 ESCAPE = SYMBOLS - 1

@@ -71,7 +71,7 @@ class RegionGrid:
 
 @dataclass(frozen=True, slots=True)
 class BlockHead:
-    """What all tiles of a block share."""
+    """The part of a block that all its tiles share."""
 
     rule: Rule
     classes: int
