@@ -31,6 +31,7 @@ API = {
         "deltawire.testing",
         "deltawire.Target",
         "deltawire.Update",
+        "deltawire.PartTarget",
         "deltawire.Staged",
     ),
     "Engines": (

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .models import ModelView
     from .replica import Replica
     from .replica.replica import Synced
-    from .replica.target import Staged, Target, Update
+    from .replica.target import PartTarget, Staged, Target, Update
     from .trainer import Published, Publisher, PublishHandle, Shard, adapter, merged_weights
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "ListedRun",
     "Manifest",
     "ModelView",
+    "PartTarget",
     "PrunePlan",
     "PublishHandle",
     "Published",
@@ -132,6 +133,7 @@ _HOMES = {
     "ListedRun": "bucket.browse",
     "Manifest": "core.manifest",
     "ModelView": "models",
+    "PartTarget": "replica.target",
     "PrunePlan": "bucket.prune",
     "PublishHandle": "trainer",
     "Published": "trainer",

@@ -87,6 +87,11 @@ class Region:
         row, column = self.row - other.row, self.column - other.column
         return slice(row, row + self.rows), slice(column, column + self.columns)
 
+    def part(self, rows: slice, columns: slice) -> Region:
+        """Rows and columns of the region as a region: the inverse of `within`."""
+        row, column = self.row + rows.start, self.column + columns.start
+        return Region(self.tensor, row, rows.stop - rows.start, column, columns.stop - columns.start)
+
     def matrix(self, bits: Bits) -> Bits:
         """The region as a 2-D view of the whole tensor's flat bits."""
         whole = bits.reshape(self.tensor.rows, self.tensor.columns)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..bucket.run import Run
 from ..bucket.walk import Delta
-from ..core.change import Change, Region, compare, digest_shift, regions, whole
+from ..core.change import Change, Region, RegionMoves, compare, digest_shift, pieces, regions, whole
+from ..core.codecs import context
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
 from ..core.full import Source, digest_of
+from ..core.held import Held
+from .shard import cut, cut_moves
 
 UNCHANGED = "what was fetched does not lead there; nothing was changed"
 """End of the message of a DigestMismatch in `stage`."""
@@ -39,7 +42,7 @@ class Update:
     final: bool = True
     url: str = ""
 
-    def changes(self, present: Source) -> list[Change]:
+    def changes(self, present: Source, held: Sequence[Region] | None = None) -> list[Change]:
         """Return what turns the present weights into the version, checked, and change nothing.
 
         Raises DigestMismatch where the content, or the weights it meets, do not lead to the version. Each weight that
@@ -48,7 +51,13 @@ class Update:
             if isinstance(update.content, dw.Source):
                 update.require(dw.digest_of(update.content))
                 part = update.content.region(region)
+
+        held   the regions that are here, none twice, where others hold the rest (`PartTarget`). Nothing else is read,
+               and what the changes lead to is not compared: that takes those of all parts. A delta in `context` needs
+               the present weights of whole tiles: unless whole tensors are held, `present` is asked for a little more
         """
+        if held is not None:
+            return self._changes_within(present, held)
         if isinstance(self.content, Delta):
             tensors = self.content.schema.by_name()
             files = self.content.open()
@@ -66,6 +75,17 @@ class Update:
         self.require(self.before + digest_shift(found), UNCHANGED)
         return found
 
+    def _changes_within(self, present: Source, held: Sequence[Region]) -> list[Change]:
+        here, found = Held(held), list[Change]()
+        if isinstance(self.content, Delta):
+            for file in self.content.open():
+                for block in file.each(file.read, held=here):
+                    found += _changes_of(block, present, here)
+        else:
+            for part in (part for region in held for part in pieces(region)):
+                found.append(compare(part, present.region(part), self.content.region(part)))
+        return [change for change in found if change.count]
+
     def require(self, found: StateDigest, hint: str = "") -> None:
         """Raise DigestMismatch where this is not the digest of the version. `hint` ends the message.
 
@@ -73,6 +93,23 @@ class Update:
         """
         if found != self.digest:
             raise DigestMismatch(self.version, str(self.digest), str(found), hint)
+
+
+def _changes_of(block: list[RegionMoves] | context.TiledBlock, present: Source, held: Held) -> Iterator[Change]:
+    """What a block changes of what is held."""
+    if not isinstance(block, context.TiledBlock):
+        for moves in block:
+            for part in held.common(moves.region):
+                own = cut_moves(moves, part)
+                yield own.from_old(present.region(part)[own.positions])
+        return
+    for number, (region, _) in enumerate(block.regions):
+        for part in held.common(region):
+            spans = block.around(number, *part.within(region))
+            around = region.part(*spans)
+            old = present.region(around).reshape(around.rows, around.columns)
+            positions, was, now = block.shard(number, *spans, old)
+            yield Change(part, *cut(around, part, positions, was, now))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,13 +242,22 @@ class Target(Protocol[S]):
 class PartTarget(Protocol):
     """A `Target` of which this process has a part, and others the rest: ranks of an engine on several nodes.
 
-    A replica then fetches what changes this part, and the content of an update has no more. Digests are those of whole
-    versions all the same: `digest` and `stage` add up the sums of all parts, so that all of them prove a version
-    together, or none does.
+    A `Target` that has this method too gets no more of a version than changes its part. Digests are those of whole
+    versions all the same: its `digest` and `stage` add up what all parts have, so that all of them prove a version
+    together, or none does. A part alone proves nothing but that its bytes are those that were published.
+
+        changes = update.changes(self, self.holds())
+        shift = add_up([change.digest() for change in changes])         # of all parts, by means of the target's own
+        update.require(update.before + shift)
+
+    All processes must be at the same call for that: where one fails, it has to tell the others, and each raises.
     """
 
     def holds(self) -> Sequence[Region] | None:
-        """The regions that are here; None if the next versions are needed whole. Called before each fetch."""
+        """The regions that are here; None if the next versions are needed whole. Called before each fetch.
+
+        return [region for region in mine if region.tensor.name in self.weights]
+        """
         ...
 
 

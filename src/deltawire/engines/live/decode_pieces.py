@@ -127,7 +127,7 @@ class ShardDecoder:
         for number, (region, _) in enumerate(block.regions):
             for piece, part in self._held(region):
                 spans = block.around(number, *part.within(region))
-                around = _of_spans(region, spans)
+                around = region.part(*spans)
                 old = self._old(around, lent)
                 if old is None:
                     wanted.append(around)
@@ -172,14 +172,3 @@ def compile_decoders() -> None:
             view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)[:, :columns]))
             piece = Piece(Region(spec, 0, spec.rows, 0, columns), view)
             ShardDecoder(open_shard([piece])).delta(file, {whole(spec): old})
-
-
-def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:
-    rows, columns = spans
-    return Region(
-        region.tensor,
-        region.row + rows.start,
-        rows.stop - rows.start,
-        region.column + columns.start,
-        columns.stop - columns.start,
-    )
