@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.bucket.prune import PrunePlan, Retention, apply_prune, plan_prune, survey
+from deltawire.bucket.prune import prune as prune_now
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
@@ -259,6 +260,17 @@ def test_a_second_prune_finds_nothing(run: Store) -> None:
     prune(run)
     plan = later(run)
     assert (plan.marked, plan.going, plan.objects) == ((), (), ())
+
+
+def test_a_prune_reads_a_manifest_once(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # none stays in memory by itself
+    monkeypatch.setattr("deltawire.bucket.run.KEPT_MANIFESTS", 0)
+    rule = Retention(last=5, grace=0)
+    for apply in (False, True):
+        counting = CountingStore(run)
+        plan = prune_now(Run.open(counting), rule, apply=apply)
+        assert plan.going
+        assert counting.requests["get"] < COUNT + 12
 
 
 def test_a_stricter_rule_goes_on_from_there(run: Store) -> None:

@@ -279,10 +279,10 @@ def _kept(
 def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
     """Look at a run and plan, without a change to it; by this machine's clock unless told the time."""
     listing = list(run.store.list())
-    at = now() if at is None else at
-    plan = _plan(run, rule, listing, at)
+    at, known = now() if at is None else at, dict[int, Manifest]()
+    plan = _plan(run, rule, listing, at, known)
     # without a grace period, what is marked goes in the same visit
-    return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, plan.marked)
+    return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, known, plan.marked)
 
 
 def prune(
@@ -305,17 +305,20 @@ def prune(
     if not apply:
         return survey(run, rule)
     run.check_present()
+    known: dict[int, Manifest] = {}
     if not rule.grace:
         # only replicas that read are waited for, and their heartbeats are read after the mark
-        _mark(run, _survey_by_its_clock(run, rule, damaged).marked)
-    plan = _survey_by_its_clock(run, rule, damaged)
+        _mark(run, _survey_by_its_clock(run, rule, damaged, known).marked)
+    plan = _survey_by_its_clock(run, rule, damaged, known)
     apply_prune(run, plan)
     if isinstance(run.store, Sweeping):
         run.store.sweep(rule.unfinished, at=plan.at)
     return plan
 
 
-def _survey_by_its_clock(run: Run, rule: Retention, damaged: Mapping[str, str | None]) -> PrunePlan:
+def _survey_by_its_clock(
+    run: Run, rule: Retention, damaged: Mapping[str, str | None], known: dict[int, Manifest]
+) -> PrunePlan:
     while True:
         run.store.put(keys.CLOCK, b"{}")
         # by listing, like everything it is compared with: some stores list finer times than they head
@@ -323,7 +326,7 @@ def _survey_by_its_clock(run: Run, rule: Retention, damaged: Mapping[str, str | 
         run.store.delete(keys.CLOCK)
         at = next((item.modified for item in listing if item.key == keys.CLOCK), None)
         if at is not None:  # else another prune took it away
-            return _plan(run, rule, listing, at, damaged=damaged)
+            return _plan(run, rule, listing, at, known, damaged=damaged)
 
 
 def _plan(
@@ -331,31 +334,33 @@ def _plan(
     rule: Retention,
     listing: list[ObjectInfo],
     at: float,
+    known: dict[int, Manifest],
     marked: Collection[int] = (),
     damaged: Mapping[str, str | None] = MappingProxyType({}),
 ) -> PrunePlan:
     """Plan by the manifests themselves, not by history: what is deleted does not come back.
 
-    Versions in `marked` count as marked already.
+    Versions in `marked` count as marked already. `known` are manifests that were read for the same prune; those that
+    are read now are added to them.
     """
     pruned = run.pruned().also(marked)
 
-    listed = (keys.version_of(item.key) for item in listing)
-    there: dict[int, Manifest] = {}
-    for version, found in run.manifests(sorted({v for v in listed if v is not None})):
+    listed = sorted({v for item in listing if (v := keys.version_of(item.key)) is not None})
+    for version, found in run.manifests([v for v in listed if v not in known]):
         if isinstance(found, Manifest):
-            there[version] = lean(found)
+            known[version] = lean(found)
         elif not isinstance(found, VersionNotFound) or (version not in pruned and version not in run.pruned()):
             raise found  # else another prune was here
+    manifests = {v: known[v] for v in listed if v in known}
     tagged: dict[int, str] = {}
     for name, tag in tags(run, strict=True).items():
         tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
-    reading = _reading(run, listing, at - rule.lease, there)
+    reading = _reading(run, listing, at - rule.lease, manifests)
     # all pages, also those that a lost index does not name
     pages = run.added.pages(item for item in listing if item.key.startswith(keys.ADDED_PAGES))
     index = run.added.index()
     damaged = {**(index.damaged if index else {}), **damaged}
-    return plan_prune(there, listing, rule, at, pruned, reading, tagged, pages, index, damaged)
+    return plan_prune(manifests, listing, rule, at, pruned, reading, tagged, pages, index, damaged)
 
 
 def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Collection[int]) -> set[int]:

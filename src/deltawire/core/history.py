@@ -55,7 +55,8 @@ def reaches(newest: int, oldest: int = 0) -> list[int]:
     Reading again costs a sixteenth more than reading all at once, or saves nearly all of it.
     """
     found, back = [], FIRST_REACH
-    while newest - back > oldest:
+    # no reading again for a few more
+    while newest - 2 * back > oldest:
         found.append(newest - back)
         back *= 16
     return [*found, oldest]
