@@ -1,6 +1,7 @@
 """Write tests/foreign/golden: ten versions each, by the other systems' own code, which is not part of this repository.
 
     python tests/foreign/make_golden.py slime CHECKOUT OUT           a clone of THUDM/slime
+    python tests/foreign/make_golden.py miles CHECKOUT OUT           a clone of radixark/miles
     python tests/foreign/make_golden.py modelexpress PACKAGES OUT    a folder with the wheel of modelexpress, unpacked
     python tests/foreign/make_golden.py skyrl CHECKOUT OUT           a clone of NovaSky-AI/SkyRL
 
@@ -94,38 +95,81 @@ def slime(checkout: Path, base: Path, out: Path, encoding: str) -> None:
         writer.delta_dir, writer.delta_encoding = str(out), encoding
         writer.checksum_algorithm = {"xor": "xxh3-128", "overwrite": "blake3"}[encoding]
         writer._snapshot, writer._is_pp_src_rank, writer._post_write_hook = {}, True, None
-        writer.rollout_engines = []
-        writer._iter_hf_tensors = lambda rank=rank: iter(list(weights(step).items())[rank::2])
+        writer.rollout_engines, writer.weight_version = [], 0
+        writer._iter_hf_tensors = lambda rank=rank, writer=writer: iter(
+            list(weights(writer.weight_version).items())[rank::2]
+        )
         writers.append(writer)
+    together(module, writers)
+    read_back(checkout, base, out)
 
-    class Ranks:
-        """Every rank runs to its next message, and all get all messages: threads without a network."""
 
-        def __init__(self) -> None:
-            import threading
+def miles(checkout: Path, base: Path, out: Path, encoding: str) -> None:
+    """Two ranks of a pipeline, which both have the embedding: it is written once."""
+    folder = "backends/megatron_utils/update_weight/update_weight_from_distributed"
+    for path in ("", "/utils", "/backends", "/backends/megatron_utils", "/backends/megatron_utils/update_weight"):
+        package("miles" + path.replace("/", "."), checkout / f"miles{path}")
+    package("miles." + folder.replace("/", "."), checkout / "miles" / folder)
+    stub("ray", get=list)
+    stub("ray.actor", ActorHandle=object)
+    first = types.SimpleNamespace(rank=0)
+    state = types.SimpleNamespace(intra_dp_cp=first, tp=first)
+    stub("miles.backends.training_utils.parallel", get_parallel_state=lambda: state)
+    stub("miles.utils.distributed_utils", get_gloo_group=lambda: None)
+    stub(
+        "miles.backends.megatron_utils.update_weight.common",
+        _check_weight_sync_results=lambda results, is_lora: None,
+    )
+    stub(f"miles.{folder.replace('/', '.')}.mixin", DistBucketedWeightUpdateMixin=object)
+    module = importlib.import_module(f"miles.{folder.replace('/', '.')}.delta")
+    writers = []
+    for rank in range(2):
+        writer = object.__new__(module.UpdateWeightFromDiskDelta)
+        writer.args = types.SimpleNamespace(hf_checkpoint=str(base), check_weight_update_equal=False)
+        writer.delta_dir, writer.delta_encoding = str(out), encoding
+        writer.checksum_algorithm = {"xor": "adler32", "overwrite": "xxh3-128"}[encoding]
+        writer._snapshot, writer._post_write_hook, writer.rollout_engines = {}, None, []
+        writer.weight_version = 0
 
-            self.barrier_, self.local = threading.Barrier(2), threading.local()
-            self.slots: list[Any] = [None, None]
+        def each(take: Any, rank: int = rank, writer: Any = writer) -> None:
+            now = list(weights(writer.weight_version).items())
+            take(now[rank::2] + now[:rank], None)
 
-        def get_rank(self) -> int:
-            return int(self.local.rank)
+        writer._for_each_hf_bucket = each
+        writers.append(writer)
+    together(module, writers)
 
-        def get_world_size(self) -> int:
-            return 2
 
-        def barrier(self, group: Any = None) -> None:
-            self.barrier_.wait()
+class Ranks:
+    """Every rank runs to its next message, and all get all messages: threads without a network."""
 
-        def all_gather_object(self, found: list[Any], value: Any, group: Any = None) -> None:
-            self.slots[self.local.rank] = value
-            self.barrier_.wait()
-            found[:] = self.slots
-            self.barrier_.wait()
+    def __init__(self) -> None:
+        import threading
 
-    ranks = Ranks()
-    module.dist = ranks
+        self.barrier_, self.local = threading.Barrier(2), threading.local()
+        self.slots: list[Any] = [None, None]
 
-    def together(work: Any) -> None:
+    def get_rank(self) -> int:
+        return int(self.local.rank)
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def barrier(self, group: Any = None) -> None:
+        self.barrier_.wait()
+
+    def all_gather_object(self, found: list[Any], value: Any, group: Any = None) -> None:
+        self.slots[self.local.rank] = value
+        self.barrier_.wait()
+        found[:] = self.slots
+        self.barrier_.wait()
+
+
+def together(module: Any, writers: list[Any]) -> None:
+    """All versions, by two ranks of slime or miles."""
+    ranks = module.dist = Ranks()
+
+    def all_ranks(work: Any) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         def one(rank: int) -> None:
@@ -135,15 +179,43 @@ def slime(checkout: Path, base: Path, out: Path, encoding: str) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(one, range(2)))
 
-    step = 0
-    together(lambda writer: writer._capture_baseline())
+    all_ranks(lambda writer: writer._capture_baseline())
     for step in range(1, VERSIONS + 1):
 
         def publish(writer: Any) -> None:
             writer.weight_version = step  # noqa: B023
             writer._publish()
 
-        together(publish)
+        all_ranks(publish)
+
+
+def read_back(checkout: Path, base: Path, out: Path) -> None:
+    """Every version, by slime's receiver, which is a file in its patch of SGLang. So are those of writers.py."""
+    from safetensors.torch import load_file
+
+    patch = (checkout / "docker/patch/latest/sglang-pull_weights.patch").read_text()
+    text = patch.split("+++ b/python/sglang/srt/weight_sync/local_checkpoint.py\n")[1].split("\ndiff --git ")[0]
+    receiver = types.ModuleType("receiver")
+    exec("\n".join(line[1:] for line in text.splitlines() if line.startswith("+")), vars(receiver))
+    for step in range(1, VERSIONS + 1):
+        receiver.pull(str(out.parent / "received"), str(base), str(out), step)
+        assert sha256(load_file(str(out.parent / "received" / "model.safetensors"))) == sha256(weights(step))
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    import writers
+
+    history = [writers.model()]
+    for seed in range(1, 4):
+        history.append(writers.trained(history[-1], seed))
+    ours = writers.write_base(out.parent / "ours", history[0])
+    for encoding in ("xor", "overwrite"):
+        for algorithm in writers.CHECKSUMS:
+            source, got = (out.parent / f"{encoding}-{algorithm}-{what}" for what in ("source", "received"))
+            for step in range(1, 4):
+                writers.write_delta(source, step, *history[step - 1 : step + 1], encoding, algorithm, files=step)
+                receiver.pull(str(got), str(ours), str(source), step)
+                data = (got / "model.safetensors").read_bytes()
+                assert data.endswith(b"".join(array.tobytes() for array in history[step].values()))
 
 
 def modelexpress(packages: Path, base: Path, out: Path, encoding: str) -> None:
@@ -231,8 +303,8 @@ def main(system: str, program: str, out: str) -> None:
     (base / "config.json").write_text('{"model_type": "toy"}\n')
     digests = [sha256(weights(step)) for step in range(VERSIONS + 1)]
     (home / "sha256.json").write_text(json.dumps(digests, indent=0) + "\n")
-    write = {"slime": slime, "modelexpress": modelexpress, "skyrl": skyrl}[system]
-    for encoding in ("xor", "overwrite") if system == "slime" else ("xor",):
+    write = {"slime": slime, "miles": miles, "modelexpress": modelexpress, "skyrl": skyrl}[system]
+    for encoding in ("xor", "overwrite") if system in ("slime", "miles") else ("xor",):
         with tempfile.TemporaryDirectory() as made:
             write(Path(program), base, Path(made) / "out", encoding)
             pack(Path(made) / "out", home / f"{system}-{encoding}.tar")
