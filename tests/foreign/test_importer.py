@@ -29,6 +29,7 @@ from deltawire.errors import (
     Unsupported,
 )
 from deltawire.foreign import Imported, Importer
+from deltawire.foreign.version import _Memory
 from deltawire.store import Fetched, Level, LocalStore, ObjectStore
 from deltawire.trainer import pipeline
 from deltawire_wordle.seaweed import SeaweedFS
@@ -197,6 +198,24 @@ def test_a_dense_version_is_streamed(tmp_path: Path) -> None:
     take(source, run)
     for version, weights in enumerate(history):
         assert same(weights_of(run, version), weights)
+
+
+def test_memory_is_lent_again_only_when_nobody_reads_it() -> None:
+    memory = _Memory()
+    first = memory.lend(64)
+    first[:] = 7
+    part = first.view("<u2").reshape(4, 8)[1:3].reshape(-1)[4:8]
+    address = first.ctypes.data
+    del first
+    # `part` still needs it
+    assert memory.lend(64).ctypes.data != address
+    held = [memory.lend(64) for _ in range(3)]
+    for other in held:
+        other[:] = 0
+    assert part.tolist() == [0x0707] * 4
+    del part
+    again = [memory.lend(32) for _ in range(3)]
+    assert address in [each.ctypes.data for each in again]
 
 
 # ── over time ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,6 +161,7 @@ class Patched:
                 raise SchemaMismatch(f"{where} has shape {list(payload.shape)[:9]}, the base {[*known[name].shape]}")
         self._nbytes = sum(known[name].nbytes for name in version.payloads)
         self._held: dict[str, _Tensor] = {name: _Tensor(known[name].units) for name in version.payloads}
+        self._memory = _Memory()
         self._unchecked = {name for name, payload in version.payloads.items() if not payload.algorithm}
         """Tensors without a checksum that were not read yet."""
 
@@ -194,7 +196,8 @@ class Patched:
                     raise CorruptStream(f"{stored.nbytes:,} bytes compressed, and {tensor.nbytes:,} of the tensor")
                 old = self._base.region(Region(tensor, 0, tensor.rows, 0, tensor.columns)).view(np.uint8)
                 patch = _xor if encoding == XOR else _overwrite
-                new = patch(_Frame(payload.file.region(whole)), old)
+                new = self._memory.lend(tensor.nbytes)
+                patch(_Frame(payload.file.region(whole)), old, new)
             if payload.algorithm and (found := checksum(payload.algorithm, new.data)) != payload.checksum:
                 raise HashMismatch(
                     f"{payload.algorithm} {found} instead of {payload.checksum[:80]!r}: the file is damaged, or it "
@@ -218,22 +221,38 @@ class _Tensor:
         self.units: npt.NDArray[Any] | None = None
 
 
+class _Memory:
+    """Memory of tensors that nobody reads any more, for the next ones: new pages cost more than the patch."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+
+    def lend(self, nbytes: int) -> Bytes:
+        """So many bytes, until the array and all its views are gone."""
+        memory = self._free.pop() if self._free else None
+        if memory is None or memory.size < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        # over a memoryview: views of an array over an array would keep the lower one only
+        lent = np.frombuffer(memory.data, np.uint8, nbytes)
+        weakref.finalize(lent, self._free.append, memory)
+        return lent
+
+
 class _Frame:
     """A zstd frame that is never inflated past what is asked for."""
 
     def __init__(self, data: Any) -> None:
         self._reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).stream_reader(data.data)
 
-    def fill(self, count: int, dtype: str = "u1") -> npt.NDArray[Any]:
+    def fill(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The next so many numbers."""
-        made = np.empty(count, dtype)
-        view, done = made.data.cast("B") if count else memoryview(b""), 0
+        view, done = numbers.data.cast("B") if numbers.size else memoryview(b""), 0
         while done < len(view):
             n = self._read(view[done:])
             if n == 0:
                 raise CorruptStream(f"the zstd frame ends {len(view) - done:,} bytes early")
             done += n
-        return made
+        return numbers
 
     def end(self) -> None:
         if self._read(memoryview(bytearray(1))):
@@ -246,23 +265,21 @@ class _Frame:
             raise CorruptStream(f"not a zstd frame that can be read: {error}") from None
 
 
-def _xor(frame: _Frame, old: Bytes) -> Bytes:
-    new: Bytes = frame.fill(old.size)
+def _xor(frame: _Frame, old: Bytes, new: Bytes) -> None:
+    frame.fill(new)
     frame.end()
     np.bitwise_xor(new, old, out=new)
-    return new
 
 
-def _overwrite(frame: _Frame, old: Bytes) -> Bytes:
-    count = int(frame.fill(1, "<u4")[0])
+def _overwrite(frame: _Frame, old: Bytes, new: Bytes) -> None:
+    count = int(frame.fill(np.empty(1, "<u4"))[0])
     if count > old.size:
         raise CorruptStream(f"{count:,} changed bytes of {old.size:,}")
-    positions, values = frame.fill(count, "<u4"), frame.fill(count)
+    positions, values = frame.fill(np.empty(count, "<u4")), frame.fill(np.empty(count, np.uint8))
     frame.end()
     if count and not (positions[:-1] < positions[1:]).all():
         raise PositionError("changed positions are not ascending")
     if count and positions[-1] >= old.size:
         raise PositionError(f"position {int(positions[-1]):,} is beyond the {old.size:,} bytes of the tensor")
-    new: Bytes = old.copy()
+    np.copyto(new, old)
     new[positions] = values
-    return new
