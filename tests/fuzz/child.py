@@ -25,7 +25,7 @@ from typing import Any
 from broken import Broken
 from foreign_versions import ForeignVersions
 from services import Environments, Rollouts
-from targets import Case, Deltas, Folders, Runs, SignedRuns, Target
+from targets import Case, Deltas, Folders, Parts, Runs, SignedRuns, Target
 
 from deltawire.core.errors import DeltawireError
 from web import Web
@@ -34,7 +34,7 @@ GIGABYTE = 1 << 30
 DECLARED = 256 << 20
 """Bytes of the largest model that a run may declare to the processes under test."""
 FAMILIES: dict[str, tuple[type[Target], ...]] = {
-    "files": (Deltas, Runs, SignedRuns, Folders, ForeignVersions),
+    "files": (Deltas, Parts, Runs, SignedRuns, Folders, ForeignVersions),
     "rollouts": (Rollouts,),
     "environment": (Environments,),
     "web": (Web,),

@@ -30,15 +30,20 @@ import typer
 from safetensors import SafetensorError, deserialize
 
 import deltawire as dw
+from deltawire.bucket import parts
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import Trust, delegate
 from deltawire.bucket.versions import set_tag
 from deltawire.cli import app
-from deltawire.core import full, keys
+from deltawire.core import change, container, full, keys
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.describe import FileContents
+from deltawire.core.dtypes import lookup
 from deltawire.core.errors import DeltawireError
+from deltawire.core.held import Held, Part
+from deltawire.core.manifest import Blob
 from deltawire.core.signing import MANIFEST, SigningKey
+from deltawire.core.sparse import INDEX, DeltaFile
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.roster import RosterWriter
 from deltawire.models import ModelView
@@ -150,6 +155,67 @@ def _wide(step: int) -> Model:
     bits = ((rng.standard_normal((96, 80)) * 0.02).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     where = rng.random(bits.shape) < (0.02 if step == 1 else 0.9)
     return {"w": np.where(where, bits + np.uint16(1), bits).astype(np.uint16) if step else bits}
+
+
+class Parts:
+    """What a reader fetches of an object that holds a part of the model, if the manifest names the head as it is."""
+
+    kinds = ("parts of deltas", "parts of anchors")
+
+    def __init__(self) -> None:
+        old, new = _split(0), _split(1)
+        self.schema = ModelView(old).schema
+        self.held = Held([change.whole(self.schema.tensors[0])])
+        anchor = full.anchor(map(change.whole, self.schema.tensors), ModelView(old).region, {}, part=1000)
+        self.corpus = {
+            self.kinds[0]: [dw.encode(old, new, encoding) for encoding in ENCODINGS],
+            self.kinds[1]: [b"".join(anchor.chunks())],
+        }
+
+    def make(self, rng: Random, kind: str) -> Case:
+        blob = rng.choice(self.corpus[kind])
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            blob = mutate.of_tensors(rng, blob)
+        with suppress(DeltawireError):
+            header = container.read_header(lambda start, length: blob[start : start + length], len(blob))
+            index = header.items.get(INDEX)
+            return Case(kind, str(header.size + (index.nbytes if index else 0)), {"object": blob})
+        return Case(kind, str(rng.randrange(len(blob) + 10)), {"object": blob})
+
+    def run(self, case: Case) -> None:
+        data, head_size = case.files["object"] or b"", int(case.action)
+        store = ObjectStore.from_url(f"memory://fuzz-parts-{os.getpid()}")
+        store.put("object", data)
+        hashes = [mutate.hash_of(part) for part in (data, data[:head_size])]
+        blob = Blob("object", len(data), hashes[0], head_size, hashes[1])
+
+        def needed(read: container.Read, size: int) -> list[Part] | None:
+            if case.kind == self.kinds[0]:
+                return DeltaFile(read, size, self.schema).needed(self.held)
+            return full.needed(full.FullFile(read, size), self.schema, self.held)
+
+        with mock.patch.object(parts, "SMALL", 0), mock.patch.object(parts, "GAP", 0):
+            found = parts.fetch_parts(store, blob, needed)
+        if found is None:
+            return
+        with found:
+            for start, end in found.parts or ():
+                if found.read(start, end - start) != data[start:end]:
+                    raise Wrong("a part has other bytes than the object")
+            if case.kind == self.kinds[0]:
+                bits = {t.name: np.zeros(t.units, lookup(t.dtype).unit) for t in self.schema.tensors}
+                for _ in DeltaFile(found.read, found.size, self.schema).changes(bits.__getitem__, 1, held=self.held):
+                    pass
+            else:
+                anchor = full.Anchor([full.FullFile(found.read, found.size)], self.schema)
+                anchor.region(change.whole(self.schema.tensors[0]))
+
+
+def _split(step: int) -> Model:
+    """Tensors of three dtypes, which are blocks of their own."""
+    wide = _wide(step)["w"]
+    more = {"bytes": np.arange(5000, dtype=np.uint8) % 251, "words": np.arange(3000, dtype=np.uint32)}
+    return {"a": wide, **{name: bits + bits.dtype.type(step * (i + 1)) for i, (name, bits) in enumerate(more.items())}}
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
