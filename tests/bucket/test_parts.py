@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import FetchedLink, fetch_link
 from deltawire.core import full
-from deltawire.core.change import blocks, whole
+from deltawire.core.change import BLOCK_UNITS, blocks, whole
 from deltawire.core.errors import FormatError, HashMismatch, StoreError, StoreUnavailable, TruncatedFile
 from deltawire.core.held import Held
 from deltawire.core.schema import Schema, TensorSpec
@@ -191,6 +193,51 @@ def test_a_damaged_object_is_named(run: Run, bags: list[Bag], store: Store) -> N
     store.put(blob.key, bytes(data))
     holds(fetched(run), bags)
     assert not verify(Run.open(store)).ok
+
+
+class WithoutRanges(SimpleHTTPRequestHandler):
+    """Answers 200 with all of an object, whatever range was asked for."""
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_a_server_without_ranges_gives_whole_objects(
+    bags: list[Bag], tmp_path: Path, small_parts: None, caplog: Any
+) -> None:
+    models = [{t.name: bag.bits(t.name).reshape(t.shape) for t in SCHEMA.tensors} for bag in bags]
+    publish(tmp_path, models, anchor_ratio=1e9)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(WithoutRanges, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        run = Run.open(f"http://127.0.0.1:{server.server_port}")
+        for version in (0, 1):
+            found = fetched(run, version)
+            assert found.objects[0].parts is None
+            assert "more than" in caplog.text
+            holds(found, bags)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_objects_of_other_writers_are_in_one_chain(store: Store, bags: list[Bag], small_parts: None) -> None:
+    """Without hashes of parts, in one block, without the hash of a head."""
+    models = [{t.name: bag.bits(t.name).reshape(t.shape) for t in SCHEMA.tensors} for bag in bags]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full, "anchor", full.anchor.func)  # type: ignore[attr-defined]
+        patch.setattr(detectors, "blocks", lambda schema: blocks(schema, BLOCK_UNITS))
+        publish(store, models, anchor_ratio=1e9)
+    run = Run.open(store)
+    for version in (0, 1):
+        found = fetched(run, version)
+        assert found.objects[0].parts is None
+        holds(found, bags)
+    manifest = run.manifest(1)
+    (blob,) = manifest.main.objects
+    bare = msgspec.structs.replace(blob, head_size=0, head_hash="")
+    link = msgspec.structs.replace(manifest.main, objects=(bare,))
+    with fetch_link(run, manifest, link, held=MINE).objects[0] as data:
+        assert data.parts is None
 
 
 def test_a_store_that_does_not_answer_is_waited_for(run: Run) -> None:
