@@ -133,6 +133,7 @@ lint: $(READY)  ## check style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m mypy
+	@$(BIN)/python -m mypy --config-file tests/programs.ini
 
 format: $(READY)  ## sort imports, fix what can be fixed, format
 	@$(BIN)/ruff check --fix .

@@ -67,14 +67,14 @@ def measure(run: Run, late: Sequence[int], name: str) -> Iterator[dict[str, Any]
     view, detector = FollowedView(state, grids), ViewDetector()
     detector.bind(view)
     detector.load(view)
-    detector.detect(view, 1 << 60).take()
+    detector.detect(view, 1 << 60)().result()
     for version in late:
         print(f"version {version} of {late[-1]}", end="\r", flush=True)
         before, before_fp8 = copied(state), copied(detector.state)
         state = checkout(run, version, state, changed=view.note)
         clock = time.process_time()
         view.advance()
-        detector.detect(view, 1 << 60).take()
+        detector.detect(view, 1 << 60)().result()
         seconds = time.process_time() - clock
         bf16, fp8 = differences(before, state), differences(before_fp8, detector.state)
         codes = only(fp8, converted)

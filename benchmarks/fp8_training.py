@@ -28,7 +28,7 @@ from deltawire.models import ModelView, torch_dtype
 from deltawire.views import FP8_BLOCK
 from deltawire.views.blocks import SCALES, SIDE, Blocks
 from deltawire.views.host import BlockView
-from deltawire_wordle.grpo import Group, Learner, Rollout, Settings
+from deltawire_wordle.grpo import Learner, Rollout, RolloutGroup, Settings
 from deltawire_wordle.sampling import Sample
 from real_models import HERE, Subject, checkpoint
 
@@ -48,7 +48,7 @@ def dequantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def sampled(policy: Any, subject: Subject, prompt: list[int], count: int, tokens: int, version: int) -> Group:
+def sampled(policy: Any, subject: Subject, prompt: list[int], count: int, tokens: int, version: int) -> RolloutGroup:
     """Completions of a prompt, with the log-probabilities they were drawn with."""
     ids, drawn = torch.tensor([prompt] * count), []
     for _ in range(tokens):
@@ -62,7 +62,7 @@ def sampled(policy: Any, subject: Subject, prompt: list[int], count: int, tokens
         rollout.add_context(prompt)
         rollout.add_sample(Sample(tuple(row), tuple(chances)), [version])
         rollouts.append(rollout)
-    return Group(rollouts)
+    return RolloutGroup(rollouts)
 
 
 def main() -> None:

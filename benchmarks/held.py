@@ -327,7 +327,9 @@ def main() -> None:
         if kind in ("snapshot" if cuda else "host", "adamw"):
             slow = Bucket.from_url(f"memory://{uuid.uuid4()}")
             # a hundred times what an upload takes, or enough for versions to merge
-            slow.delta_seconds = max(100 * row.put_ms / 1e3, 3 * options.step)
+            slow.delta_seconds = max(  # type: ignore[attr-defined]
+                100 * row.put_ms / 1e3, 3 * options.step
+            )
             rows.append(held(training, slow, "slow", 2 * options.publishes, options.step))
             _print(rows[-1])
             check(training, slow, rows[-1].versions)

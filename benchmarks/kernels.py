@@ -24,7 +24,7 @@ from _report import about, print_about, write_json
 from deltawire import kernels
 from deltawire.core.codecs.context.classes import Rule
 from deltawire.core.codecs.context.tiles import grid_of, walked
-from deltawire.kernels import Changed, Plan, Rules, grid, torch_ops
+from deltawire.kernels import Changed, ClassRules, Plan, grid, torch_ops
 
 BF16 = (7, 255)
 TOP, SPAN = 123, 12
@@ -98,7 +98,7 @@ class Model:
         self.flat = kernels.flat_plan(self.old)
         self.tiled = Plan(self.old, [_segment(i, t) for i, t in enumerate(self.old)])
         count = len(self.old)
-        self.rules: Rules = kernels.rules(self.tiled, [Rule(TOP, SPAN, False, *BF16).table(SPAN + 1)] * count)
+        self.rules: ClassRules = kernels.rules(self.tiled, [Rule(TOP, SPAN, False, *BF16).table(SPAN + 1)] * count)
         chance = np.random.default_rng(2)
         # the cost of levels does not depend on what they are
         levels = [
@@ -106,7 +106,7 @@ class Model:
             for s in self.tiled.segments
         ]
         table = Rule(TOP, SPAN, True, *BF16).table(SPAN + 10)
-        self.leveled: Rules = kernels.rules(self.tiled, [table] * count, levels)
+        self.leveled: ClassRules = kernels.rules(self.tiled, [table] * count, levels)
 
 
 def _segment(number: int, tensor: Tensor) -> kernels.Segment:
@@ -236,12 +236,12 @@ def ours(bench: Bench, model: Model) -> Changed:
         bench.time("class_counts" + label, lambda a=arguments: kernels.class_counts(*a))  # type: ignore[misc]
         bench.time(
             "class_ranks" + label,
-            lambda a=arguments: kernels.class_ranks(*a, tiled),  # type: ignore[misc]
+            lambda a=arguments: kernels.class_ranks(*a, tiled),  # type: ignore[misc, call-arg]
             target=8.0,
         )
         bench.time(
             "place" + label,
-            lambda a=arguments, r=ranks: kernels.place(*a, r.counts, r.ranks, r.steps),  # type: ignore[misc]
+            lambda a=arguments, r=ranks: kernels.place(*a, r.counts, r.ranks, r.steps),  # type: ignore[misc, call-arg]
             target=8.0,
         )
     placed = kernels.place(model.old, model.tiled, rules, ranks.counts, ranks.ranks, ranks.steps)

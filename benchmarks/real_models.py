@@ -51,8 +51,8 @@ from deltawire.engines.live.launch import write_version
 from deltawire.views import VIEWS
 from deltawire_wordle.demo import QUIET
 from deltawire_wordle.errors import ServerUnavailable
-from deltawire_wordle.fleet import Fleet
-from deltawire_wordle.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
+from deltawire_wordle.fleet import ServerPool
+from deltawire_wordle.grpo import Learner, Ledger, Rollout, RolloutGroup, Rollouts, Settings, TrainingStep, train
 from deltawire_wordle.processes import ChildProcess, free_port
 from deltawire_wordle.train import PATIENCE_S, wait_for
 
@@ -165,7 +165,7 @@ class Prompts:
         self._subject, self._games, self._tokens = subject, settings.games, tokens
         self._order = itertools.cycle(subject.prompts)
 
-    async def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+    async def groups(self, fleet: ServerPool) -> AsyncGenerator[RolloutGroup, None]:
         while True:
             prompt = next(self._order)
             rollouts = []
@@ -174,7 +174,7 @@ class Prompts:
                 rollout.add_context(prompt)
                 rollout.add_sample(sample, versions)
                 rollouts.append(rollout)
-            yield Group(rollouts)
+            yield RolloutGroup(rollouts)
 
 
 class Builtin:
@@ -314,7 +314,7 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
         secrets=given.prompts, games=given.generations, workers=given.prompts, staleness=given.staleness, rate=rate
     )
     learner = Learner(subject.model.to(given.device), settings)
-    steps: list[Step] = []
+    steps: list[TrainingStep] = []
     with ExitStack() as cleanup:
         if given.reloads:
             cleanup.enter_context(full_weights())

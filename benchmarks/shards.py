@@ -60,9 +60,9 @@ class Rank:
         for layer in model.children():
             fully_shard(layer)
         fully_shard(model)
-        self.memory = [p.to_local() for p in model.parameters()]
+        self.memory = [p.to_local() for p in model.parameters()]  # type: ignore[attr-defined]
         self.model = lambda: model
-        self.gather = lambda: {name: p.full_tensor() for name, p in model.named_parameters()}
+        self.gather = lambda: {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
 
     def fsdp1(self, model: nn.Module) -> None:
         cpu = torch.device("cpu")
