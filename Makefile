@@ -81,7 +81,7 @@ else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	PYTEST_DEBUG_TEMPROOT=/tmp NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py docs/live_documents.py)) $(ARGS)
+		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py engines/vllm/live_kinds.py docs/live_documents.py)) $(ARGS)
 endif
 
 setup-sglang:  ## make the environment of test-sglang (once, outside the clone)

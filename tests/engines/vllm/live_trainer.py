@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from rank_programs import LIMIT, RANKS, run_ranks, settings
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -25,12 +25,9 @@ from deltawire.errors import Misconfigured, VersionRefused, WriterConflict
 from deltawire.frameworks import vllm_trainer as adapter
 from deltawire.frameworks.vllm_trainer import DeltawireInit
 from deltawire.models import ModelView
-from tests.engines.live.live_server import environment, python_path
 from tests.environments import python_files
 
-HERE = Path(__file__).parent
-RANKS, LIMIT = 2, 400
-PAGE = HERE.parents[2] / "docs" / "vllm-trainer.md"
+PAGE = Path(__file__).parents[3] / "docs" / "vllm-trainer.md"
 NEWER = "0.33.0"
 
 
@@ -49,31 +46,9 @@ def beside(request: pytest.FixtureRequest) -> list[Path]:
     )
 
 
-def settings(beside: Sequence[Path] = ()) -> dict[str, str]:
-    return environment(
-        PYTHONPATH=python_path(*beside, HERE, HERE.parents[2]), ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16",
-        GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1",
-    )  # fmt: skip
-
-
-def run_ranks(folder: Path, names: list[str], beside: list[Path], server: str = "http://127.0.0.1:1") -> list[Any]:
-    """Run scenarios on all ranks, and return the reports of the last one."""
-    (folder / "ranks").unlink(missing_ok=True)
-    logs = [(folder / f"log-{rank}").open("w") for rank in range(RANKS)]
-    command = [sys.executable, str(HERE / "trainer_rank.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(RANKS), str(folder), server, *names], env=settings(beside), stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]  # fmt: skip
-    try:
-        assert [rank.wait(LIMIT) for rank in ranks] == [0] * RANKS, (folder / "log-0").read_text()[-6000:]
-    finally:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.kill()
-            log.close()
+def trained_by(folder: Path, names: list[str], beside: list[Path], server: str = "http://127.0.0.1:1") -> list[Any]:
+    """Run scenarios of trainer_rank.py, and return the reports of the last one."""
+    run_ranks("trainer_rank.py", folder, [server, *names], beside)
     return [json.loads((folder / f"{names[-1]}-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -86,7 +61,7 @@ def test_a_server_has_the_trainers_bits_after_each_step(folder: Path) -> None:
     try:
         address = str(server.http.base_url).rstrip("/")
         for number, files in enumerate([[], [newer]]):
-            reports = run_ranks(folder, [f"served-{number}"], files, address)
+            reports = trained_by(folder, [f"served-{number}"], files, address)
             assert reports[0]["vllm"] == (NEWER if files else vllm.__version__)
             assert reports[0]["trained"] == reports[1]["trained"] == reports[0]["served"]
             assert len(set(reports[0]["trained"])) == len(reports[0]["trained"])
@@ -103,7 +78,7 @@ def test_every_kind_of_source_becomes_the_weights_that_were_trained(folder: Path
     """Full tensors, tensors of which each rank has some, and parts of tensors: on a replica they are the same."""
     number = len(beside)
     names = [f"{kind}-{number}" for kind in ("full", "halves", "parts")]
-    reports = run_ranks(folder, names, beside)
+    reports = trained_by(folder, names, beside)
     expected = reports[0]["trained"]
     for name in names:
         assert json.loads((folder / f"{name}-0.json").read_text())["trained"] == expected
