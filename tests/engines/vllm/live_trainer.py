@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm_live import Server, make_model, serving
+from vllm_live import Server, make_model
 
 import deltawire as dw
 from deltawire.errors import Misconfigured, VersionRefused, WriterConflict
@@ -172,14 +172,6 @@ def test_a_server_that_is_not_there_is_named_and_the_version_is_in_the_bucket(tm
         made.send_weights()
     assert dw.Run.open(str(tmp_path / "run")).newest() == 0
     made.shutdown()
-
-
-def test_a_server_that_follows_nothing_is_named(tmp_path: Path, folder: Path) -> None:
-    with serving(folder / "model", tmp_path / "log", VLLM_PLUGINS="vllm_test_plugin") as server:
-        made = trainer(HTTPVLLMWeightSyncClient(str(server.http.base_url)), run=str(tmp_path / "run"))
-        with pytest.raises(Misconfigured, match="start it with `deltawire serve --engine vllm RUN`"):
-            made.send_weights()
-        made.shutdown()
 
 
 def test_a_second_trainer_takes_the_run_and_the_first_one_is_told(tmp_path: Path) -> None:
