@@ -271,12 +271,13 @@ def test_a_format_that_is_not_known_is_named(tmp_path: Path) -> None:
 def test_a_pointer_that_names_no_version_is_an_error(tmp_path: Path) -> None:
     base, source = write_base(tmp_path / "base", HISTORY[0]), tmp_path / "source"
     write(source / "updates", 1)
-    (source / "latest").write_text("../../elsewhere")
-    with (
-        Importer(source, tmp_path / "run", base=base) as importer,
-        pytest.raises(ManifestError, match="latest names no version"),
-    ):
-        [*importer.follow(once=True)]
+    for pointer in (b"../../elsewhere", b"\x1b[31m/weight_v000001", b"\xff/weight_v000001", b"weight_v1e3", b""):
+        (source / "latest").write_bytes(pointer)
+        with (
+            Importer(source, tmp_path / "run", base=base) as importer,
+            pytest.raises(ManifestError, match="latest names no version"),
+        ):
+            [*importer.follow(once=True)]
 
 
 MANIFESTS: dict[str, tuple[Callable[[Any], Any], type[DeltawireError]]] = {

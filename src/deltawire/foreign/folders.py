@@ -20,7 +20,7 @@ from . import indexed, skyrl
 from .version import ForeignVersion
 
 NUMBERED = re.compile(r"(?:weight_v|delta-)([0-9]{1,15})\Z")
-POINTER = re.compile(r"(?:([^/\s]{1,200})/)?(?:weight_v)?([0-9]{1,15})\s*\Z")
+POINTER = re.compile(r"(?:([^/\s\x00-\x1f\x7f\ufffd]{1,200})/)?(?:weight_v)?([0-9]{1,15})\s*\Z")
 LATEST, UPDATES = "latest", "updates/"
 COMPANIONS, MAX_COMPANION = (".json", ".jinja", ".model", ".tiktoken", ".txt"), 64 << 20
 
