@@ -1,10 +1,10 @@
 """Bytes that each node of a server fetches of a version, when it fetches what its ranks hold.
 
-    python benchmarks/parts.py                       # 4 minutes, 8 GB
-    python benchmarks/parts.py --experts 32 --layers 1
+    python benchmarks/parts.py --experts 64 --layers 2          # as in docs/vllm.md; 6 GB
+    python benchmarks/parts.py                                  # 128 experts and three layers
 
-Two models in host memory, published to a folder: `experts` has the shapes of one layer of Qwen3-30B-A3B (128 experts),
-`dense` those of three layers of Qwen3-8B, each with its share of the embeddings. Weights are normal, of which about 1 %
+Two models in host memory, published to a folder: `experts` has the shapes of one layer of Qwen3-30B-A3B,
+`dense` those of some layers of Qwen3-8B, each with its share of the embeddings. Weights are normal, of which about 2 %
 change by a step or two, the smaller the likelier, as training changes them. Each node then fetches version 1 (a delta)
 and version 0 (an anchor) as `engines/live` does, through a store that counts.
 
