@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -35,6 +35,7 @@ os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", DELTAWIRE_THREADS="
 sys.path.append(str(Path(__file__).parent.parent / "trainer"))
 
 import torch
+import writers
 from detector_support import Trainer, raw, replica_model
 from typer.main import get_command
 
@@ -46,6 +47,7 @@ from deltawire.bucket.verify import verify
 from deltawire.cli import app
 from deltawire.core import full, parallel
 from deltawire.core.errors import DigestMismatch, DivergedRun, FormatError, PublishFailed
+from deltawire.foreign import Importer
 from deltawire.keeper import lease
 from deltawire.kernels import host as kernels_host
 from deltawire.kernels import torch_ops, triton_ops
@@ -324,6 +326,37 @@ def syncing(rng: Random, folder: Path, counts: Counter[str], device: bool) -> No
     require(right, "a replica has other bits than the trainer")
 
 
+def importing(rng: Random, folder: Path, counts: Counter[str]) -> None:
+    """Another system's versions, in a program that goes on after each interrupt. Each is imported once, in order."""
+    slow_and_threaded(rng)
+    signals, source, store = Signals(counts), folder / "source", LocalStore(folder / "run")
+    if rng.random() < 0.3:
+        pipeline.most_pending = lambda nbytes: 1
+    history = [writers.model()]
+    base = writers.write_base(folder / "base", history[0])
+    made: list[Importer] = []
+
+    def take() -> None:
+        if not made or rng.random() < 0.2:
+            # a later one of this process replaces the earlier one, also where it is interrupted before it is there
+            made.clear()
+            made.append(Importer(source, store, base=base))
+        deque(made[-1].follow(once=True), maxlen=0)
+
+    for number in range(1, rng.randint(4, 12)):
+        history.append(writers.trained(history[-1], number))
+        writers.write_delta(source, number, *history[-2:], rng.choice(("xor", "overwrite")))
+        signals.attempt(take, rng.choice((0, 1, 1, 2)))
+    signals.attempt(take, 0)
+    signals.attempt(made[-1].close, 2)
+    made[-1].close()
+    run = Run.open(store)
+    found = [run.manifest(version).digest for version in run.listed()]
+    expected = [str(full.digest_of(ModelView(weights))) for weights in history]
+    require(found == expected, f"versions {[expected.index(digest) for digest in found]} of {len(history)}")
+    require((report := verify(run)).ok, f"verify: {report}")
+
+
 # ── commands, which end by a signal and are started again ────────────────────────────────────────────────────────────
 
 
@@ -451,6 +484,7 @@ CASES: dict[str, tuple[Case, bool]] = {
     "publish": (lambda *given: publishing(*given, "host"), True),
     "publish pairs": (lambda *given: publishing(*given, "pairs"), True),
     "publish device": (lambda *given: publishing(*given, *DEVICE), True),
+    "import": (importing, True),
     "sync": (lambda *given: syncing(*given, device=False), True),
     "sync device": (lambda *given: syncing(*given, device=True), True),
     "keep": (keeping, False),

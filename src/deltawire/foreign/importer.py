@@ -348,7 +348,8 @@ class Importer:
             handle = self._publisher.publish(source, step=at.number, metrics=metrics, progress=progress)
             self._captured = at
             published = handle.result()
-        except Exception:
+        except DeltawireError:
+            # of the publisher: anything else may come from a signal handler
             self._torn = False
             raise
         self._captured, self._held, self._at = None, at, at
