@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,31 @@ def test_close_with_a_timeout_ends_between_the_publishes_of_a_thread_that_goes_o
     training.result(WAIT)
     assert refused
     assert Run.open(store).newest() == 1 or verify(Run.open(store)).ok
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_ends_the_publishing_stays_whatever_becomes_of_the_version_in_flight(fails: bool) -> None:
+    """Of several ranks one would publish on, and wait for the others, which have ended."""
+    reached, go, left = threading.Event(), threading.Event(), []
+
+    def write(pending: Any) -> Any:
+        reached.set()
+        assert go.wait(WAIT)
+        if fails:
+            raise PublishFailed("no room")
+
+    at_work = background.Background(write, "here", lambda: left.append(True))
+    pending: Any = PendingVersion(None, {}, None, None)
+    at_work.submit(pending, lambda *_: None)
+    assert reached.wait(WAIT)
+    at_work.give_up(OutOfStep("ranks publish different steps together"))
+    go.set()
+    with suppress(PublishFailed):
+        pending.handles[0].result(WAIT)
+    for call in (at_work.check, at_work.flush, at_work.close):
+        with pytest.raises(OutOfStep):
+            call()
+    assert not left
 
 
 def test_a_fork_refuses_what_only_the_first_process_can_do(store: Store) -> None:

@@ -68,6 +68,8 @@ class Background:
         """What the thread is writing as one version."""
         self._failures: deque[BaseException] = deque(maxlen=1)
         """The last failure, until it is raised."""
+        self._lasting: BaseException | None = None
+        """A failure that stays, whatever becomes of the version in flight."""
         self._behind = False
         """Whether the last version to be written has failed."""
         self._ending = False
@@ -200,21 +202,27 @@ class Background:
         if isinstance(failure, SnapshotLost):
             # this publish compares with the bucket, and so carries what that one should have
             self._failures.clear()
-        if self.closed or self._leave is None or isinstance(failure, _LASTING):
+        if self.closed or self._leave is None or self._lasting is not None:
             self._raise_failure()
 
     def give_up(self, error: OutOfStep) -> None:
         """Let all later publishes fail like one that did not get as far as this thread, on all ranks."""
-        self._failures.append(error)
+        self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        if isinstance(error, _LASTING):
+            self._lasting = error
+        else:
+            self._failures.append(error)
 
     def _failure(self) -> BaseException | None:
-        return next(iter([*self._failures]), None)
+        return self._lasting or next(iter([*self._failures]), None)
 
     def _raise_failure(self) -> None:
         if self.closed:
             raise PublisherClosed(f"this publisher of {self._where} is closed; make a new one to go on")
-        if isinstance(lasting := self._failure(), _LASTING):
-            raise lasting
+        if self._lasting is not None:
+            raise self._lasting
         try:
             failure = self._failures.pop()
         except IndexError:
@@ -228,13 +236,13 @@ class Background:
     def _loop(self) -> None:
         while (pending := self.next()) is not None:
             try:
-                if isinstance(failure := self._failure(), _LASTING):
+                if self._lasting is not None:
                     # other ranks may have ended for the same reason: none would answer
-                    raise failure
+                    raise self._lasting
                 published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
-                self._failures.append(error)
+                self._note(error)
                 self._behind = True
                 finish = partial(pending.fail, error)
             else:
@@ -247,11 +255,11 @@ class Background:
             finish()
             # its changes are not needed while this waits for the next
             del pending, finish
-        if self._leave is not None and self._is_own_thread() and not isinstance(self._failure(), _LASTING):
+        if self._leave is not None and self._is_own_thread() and self._lasting is None:
             try:
                 self._leave()
             except BaseException as error:
-                self._failures.append(error)
+                self._note(error)
 
 
 # ── this process ─────────────────────────────────────────────────────────────────────────────────────────────────────
