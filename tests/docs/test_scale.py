@@ -19,9 +19,13 @@ def results(name: str) -> Any:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
-@pytest.fixture
-def growth(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def growth() -> Any:
     return importlib.import_module("growth")
 
 
@@ -57,3 +61,17 @@ def test_a_fit_finds_the_terms_that_figures_were_made_of(growth: Any) -> None:
 def test_models_are_what_plan_computes() -> None:
     lines = [f"| {' | '.join(row)} |" for row in (list(MODEL_COLUMNS), *model_rows())]
     assert all(line in PAGE for line in lines), lines
+
+
+def test_tensors_and_versions_are_what_was_measured() -> None:
+    tensors, versions = results("many-tensors"), results("long-run")
+    assert "\n".join(importlib.import_module("many_tensors").table(tensors["rows"])) in PAGE
+    assert "\n".join(importlib.import_module("long_run").table(versions["asked"], versions["s3"]["asked"])) in PAGE
+    assert all(found["about"]["command"] in PAGE for found in (tensors, versions))
+    # whatever the figures: who needs little reads little, however long the run is
+    asked = {(row["question"], row["version"]): row for row in versions["asked"] if "pruned" not in row}
+    newest = versions["versions"] - 1
+    for question in ("newest version", "catch up, 4 behind", "log -n 20", "dash, nothing new"):
+        few, many = asked[question, versions["versions"] // 10 - 1], asked[question, newest]
+        assert many["requests"] <= few["requests"] + 4, question
+        assert many["bytes"] < 100_000, question
