@@ -193,6 +193,8 @@ class Rank:
         # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
         meeting = f"file://{self.folder}/rendezvous-{place}"
         dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.size)
+        # as the ranks of a pipeline, they are not in equally many groups
+        dist.new_group([0])
 
     def run(self, name: str) -> str:
         return str(self.folder / name)

@@ -112,6 +112,16 @@ class Group:
         return error
 
 
+def _gloo_group(ranks: list[int]) -> Any:
+    """A group of these ranks beside the training's own ones."""
+    import torch.distributed as dist
+
+    # where some of the world publish, the others need not know. Torch then names a group by the number of groups that a
+    # rank is in, and ranks that are not in equally many, as those of a pipeline, would wait for each other for ever.
+    among = len(ranks) < dist.get_world_size()
+    return dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=among)
+
+
 class _Watch:
     """Connections on which nothing is sent. They show which rank has ended: only the end of a process closes one.
 
@@ -123,7 +133,7 @@ class _Watch:
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
-        self._group: Any = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        self._group: Any = _gloo_group(ranks)
         own = dist.get_rank(self._group)
         self._others = {number: rank for number, rank in enumerate(ranks) if number != own}
         self._told = {number: torch.full((1,), -1) for number in self._others}
@@ -175,8 +185,7 @@ class Ranks(Group):
         reminder = threading.Timer(_REMIND, log.warning, (_MISSING, len(ranks)))
         reminder.daemon = True
         reminder.start()
-        # members alone make it; others of the world need not know
-        self._group: Any = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        self._group: Any = _gloo_group(ranks)
         self._watch: _Watch = beside._watch if beside else _Watch(ranks)
         reminder.cancel()
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
