@@ -92,8 +92,8 @@ test-sglang:  ## run the tests against a real SGLang on the CPU, in an environme
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/sglang/,live.py live_sglang_adapters.py) $(ARGS)
 
-test-trainers:  ## run the tests against a real training framework on the CPU, in an environment made for it (FRAMEWORK=verl or swift)
-	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl, or swift"; exit 2; }
+test-trainers:  ## run the tests against a real training framework on the CPU, in an environment made for it (FRAMEWORK=verl, swift or megatron)
+	@test -d "tests/frameworks/$(FRAMEWORK)" -a -n "$(FRAMEWORK)" || { echo "say which: make test-trainers FRAMEWORK=verl, swift or megatron"; exit 2; }
 	@place=$$(tests/frameworks/environment.sh $(FRAMEWORK) $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(wildcard tests/frameworks/$(FRAMEWORK)/live*.py) $(ARGS)

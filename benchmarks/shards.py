@@ -2,6 +2,7 @@
 
     python benchmarks/shards.py                      # FSDP2, FSDP1 and shards by hand; 1, 2 and 4 gloo ranks; 2 minutes
     python benchmarks/shards.py --kinds zero3        # in an environment with DeepSpeed
+    python benchmarks/shards.py --kinds megatron     # in the one of `make test-trainers FRAMEWORK=megatron`
 
 Each row is a set of processes of its own. They hold bf16 layers of 1024 × 1024; 1 % of the weights change before every
 publish. `gathered` collects full weights on all ranks, as the framework does it, and rank 0 publishes them.
@@ -26,6 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,14 @@ from deltawire.bucket.verify import verify
 
 SIDE = 1024
 PUBLISHES = 8
-KINDS = ("fsdp2", "fsdp1", "shards", "zero3")
+KINDS = ("fsdp2", "fsdp1", "shards", "zero3", "megatron")
 
 
 class Rank:
     """One rank: `memory` is what it holds, `model` what it publishes, `gather` returns full weights on rank 0."""
 
-    def __init__(self, kind: str, layers: int, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, kind: str, layers: int, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder / "model"
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(layers))).to(torch.bfloat16)
         self.model: Callable[[], Any]
@@ -122,11 +124,61 @@ class Rank:
 
         self.gather = gather
 
+    def megatron(self, model: nn.Module) -> None:
+        """Tensor parallel; for every eight layers, one of a Qwen3 with as many weights. Bridge gathers."""
+        tested = megatron()
+        from megatron.bridge import AutoBridge
+        from megatron.core import parallel_state
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        from deltawire.frameworks.megatron import MegatronLayout
+
+        if self.rank == 0:
+            config = Qwen3Config(
+                hidden_size=SIDE,
+                intermediate_size=SIDE,
+                num_hidden_layers=len(model) // 8,
+                num_attention_heads=8,
+                num_key_value_heads=8,
+                vocab_size=SIDE,
+                tie_word_embeddings=False,
+            )
+            Qwen3ForCausalLM(config).bfloat16().save_pretrained(self.folder)
+        dist.barrier()
+        parallel_state.initialize_model_parallel(self.size)
+        bridge = AutoBridge.from_hf_pretrained(str(self.folder))
+        provider = tested.without_a_gpu(bridge.to_megatron_provider())
+        provider.tensor_model_parallel_size = self.size
+        provider.pipeline_dtype = provider.params_dtype = torch.bfloat16
+        provider.bf16 = True
+        provider.finalize()
+        models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+        self.memory = list(models[0].parameters())
+        layouts: list[MegatronLayout] = []
+
+        def held() -> list[Shard]:
+            if not layouts:
+                layouts.append(MegatronLayout(bridge, models))
+            return layouts[0].shards()
+
+        self.model = held
+
+        def gather() -> dict[str, Tensor]:
+            return dict(bridge.export_hf_weights(models, show_progress=False))
+
+        self.gather = gather
+
     def change(self, number: int) -> None:
         with torch.no_grad():
             for tensor in self.memory:
                 # of sliced tensors too: a view, not a copy
                 tensor.detach().view(-1)[number::100] *= 1.01
+
+
+def megatron() -> Any:
+    """What the tests have of Megatron where there is no GPU."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "frameworks" / "megatron"))
+    return import_module("megatron_rank")
 
 
 def received() -> int:
@@ -153,7 +205,7 @@ def play(kind: str, gathers: bool, layers: int, rank: int, size: int, folder: Pa
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
-    me = Rank(kind, layers, rank, size)
+    me = Rank(kind, layers, rank, size, folder)
     run = str(folder / "run")
     publisher = None
     if not gathers:
@@ -239,6 +291,9 @@ def main() -> None:
     facts["load"] = os.getloadavg()[0]
     print_about(facts)
     warm()
+    if "megatron" in options.kinds:
+        # once, before ranks are forked
+        megatron()
     weights = options.layers * SIDE * SIDE
     print(f"{weights / 1e6:.1f} M weights, {2 * weights / 1e6:.1f} MB as bf16; load {facts['load']:.1f}\n")
     print("| weights | ranks | how | held, ms | received, MB | first, MB | memory, MB |")
@@ -254,7 +309,7 @@ def main() -> None:
                     f"{row['first_received'] / 1e6:.3f} | {row['peak_mb']:.0f} |",
                     flush=True,
                 )
-    name = "shards-zero3.json" if options.kinds == "zero3" else "shards.json"
+    name = "shards.json" if options.kinds.startswith("fsdp2") else f"shards-{options.kinds}.json"
     write_json(options.out / name, {"about": facts, "weights": weights, "rows": rows})
 
 

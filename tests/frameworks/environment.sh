@@ -6,11 +6,11 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../engines/environment.sh"
 framework="$1"
 requirements="$here/$framework/requirements.txt"
-version="${3:-$(sed -En "s/^(ms_)?$framework==//p" "$requirements")}"
+version="${3:-$(sed -En "s/^(ms_)?$framework(-core)?==//p" "$requirements")}"
 
 install() {
     # without dependencies: the list is complete
-    "${pip[@]}" --no-deps -r <(sed -E "s/^((ms_)?$framework)==.*/\\1==$version/" "$requirements") >&2
+    "${pip[@]}" --no-deps -r <(sed -E "s/^((ms_)?$framework(-core)?)==.*/\\1==$version/" "$requirements") >&2
     # verl's wheel installs its own tests under the name that ours have
     rm -rf "$site/tests"
 }
