@@ -24,7 +24,7 @@ from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
-from support import blank, history, model, publish, trained
+from support import HookedStore, blank, history, model, publish, trained
 
 
 @pytest.fixture
@@ -211,10 +211,20 @@ def test_ten_thousand_versions_and_64_replicas_take_fewer_than_50_requests(long:
     assert any("64 replicas" in note for note in found.notes)
 
 
+def test_no_look_lists_the_whole_run(long: Store) -> None:
+    listed: set[str] = set()
+    heard = HookedStore(long, lambda when, verb, key: listed.add(key) if verb == "list" else None)
+    collector = Collector(heard)
+    for _ in range(2):
+        assert collector.look().newest == 9999
+    # a store lists a folder at a time: a prefix without one is all there is
+    assert all("/" in prefix for prefix in listed), listed
+
+
 def test_later_looks_read_the_replicas_that_the_first_left_out(long: Store) -> None:
     collector = Collector(long)
     unread = [sum(r.health == "unread" for r in collector.look().replicas) for _ in range(3)]
-    assert unread == [41, 18, 0]
+    assert unread == [42, 20, 0]
 
 
 def test_a_zoomed_range_has_every_version(long: Store) -> None:

@@ -118,10 +118,11 @@ class Collector:
             self._rows = doc.groups([*self._sizes], HEAT_ROWS)
             self._columns, self._totals = doc.columns([], 0), doc.Totals()
             # of a copy, the times of objects say when it was made
-            written = [item.modified for item in self._store.list("run.json") if item.key == "run.json"]
-            copied = any(modified - run.info.created > FRESH_S for modified in written)
+            copied = self._store.head("run.json").modified - run.info.created > FRESH_S
+            # a store that has no listings says so before anything is shown
+            next(iter(self._store.list("tags/")), None)
             self._fleet = Fleet(run, keepers=True, copied=copied)
-            self._run, self._spent = run, 2
+            self._run, self._spent = run, 3
         return self._run
 
     def _damage(self, error: DeltawireError, more: str = "") -> str:
@@ -175,7 +176,7 @@ class Collector:
             self._learn(run.manifest(newest))
             self._spent += 1 + MAX_TAGS
             self._tags = {name: tag.version for name, tag in run.tags(latest=MAX_TAGS).items()}
-        self._fleet.read(max(self._requests // 2 - 1, 1))
+        self._fleet.read(max(self._requests // 2 - 2, 1))
         self._spent += self._fleet.requests
         if first:
             self._first_steps(run)
