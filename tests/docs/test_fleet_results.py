@@ -1,4 +1,4 @@
-"""The tables of docs/https.md are what benchmarks/fleet.py measured."""
+"""The tables of docs/https.md and docs/fleet.md are what benchmarks/fleet.py and benchmarks/heartbeats.py measured."""
 
 from __future__ import annotations
 
@@ -31,3 +31,18 @@ def test_followers() -> None:
             assert rates["busiest after"] < 1.5 * rates["before"], "they do not come back at once"
     behind = [row["per_version"]["at origin"] for row in found["rows"] if row["way"] == "nginx"]
     assert max(behind) < 1.5 * min(behind), "whatever the number of followers"
+
+
+def test_heartbeats() -> None:
+    heartbeats, page = importlib.import_module("heartbeats"), (ROOT / "docs/fleet.md").read_text()
+    rows = results("heartbeats.json")["rows"]
+    for row in rows:
+        assert heartbeats.line(row) in page
+        without, roster = row["looks"]
+        assert (
+            roster["requests"] == 2 <= without["requests"] <= 1000 + 1 + -(-(row["real"] + row["forged"] + 2) // 1000)
+        )
+        assert roster["real_shown"] == row["real"], "nobody is hidden"
+    for store in ("s3", "file"):
+        costs = [row["requests_per_version"] for row in rows if row["store"] == store]
+        assert max(costs) - min(costs) < 0.5, "whatever the number of heartbeats"
