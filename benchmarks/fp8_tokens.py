@@ -71,7 +71,7 @@ def log_probabilities(model: Any, texts: torch.Tensor) -> torch.Tensor:
 
 def measure(folder: Path, texts: int, tokens: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).float().eval()
     weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     source = ModelView(weights)
     given = written(model, texts, tokens)

@@ -257,12 +257,12 @@ def test_a_restarted_trainer_continues_and_resumes(caplog: pytest.LogCaptureFixt
     for number, given_detector in ((0, None), (1, HostDetector()), (2, None)):
         with Publisher(store, continues=True, detector=given_detector) as publisher:
             publisher.publish(one_by_one(weights[number]), wait=number == 1).result(WAIT)
-    with caplog.at_level(logging.WARNING), Publisher(store) as publisher:
+    with Publisher(store) as publisher:
         with pytest.raises(DivergedRun):
             publisher.resume(one_by_one(weights[1]))
         assert publisher.resume(one_by_one(weights[2])) == 2
         publisher.publish(one_by_one(weights[3]))
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert Run.open(store).manifest(3).links[0].kind == "delta"
     assert_published(store, weights)
 

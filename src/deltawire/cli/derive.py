@@ -33,9 +33,10 @@ def command(
     Each version of RUN becomes a version of RUN2, an ordinary run that engines
     follow: e4m3 weights in blocks of 128 × 128 with their scales, and config.json
     says so. Scales of fp8-block-ue8m0 are powers of two, for DeepGEMM (vLLM's
-    default on Hopper); those of fp8-block are any numbers, for CUTLASS and Triton.
-    Only what changed is converted. A version names the one it was derived from and
-    its digest, and `verify RUN2 --source RUN` computes all of them again.
+    default on Hopper); those of fp8-block are any numbers, for CUTLASS and
+    Triton. Only what changed is converted. A version names the one it was
+    derived from and its digest, and `verify RUN2 --source RUN` computes all of
+    them again.
 
     The command may be killed at any time; the next one continues where RUN2 ends.
     It needs memory for the weights of both runs, and no GPU. --trust is for RUN;

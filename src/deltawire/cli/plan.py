@@ -99,7 +99,7 @@ def command(
       deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
       deltawire plan --params 600M --step-seconds 10s --density 0.012
       deltawire plan --params 7B --bandwidth 100Mbit --encoding auto
-      deltawire plan --params 70B --trainer-gpus 32 --replica-gpus 4 --bandwidth 100Gbit
+      deltawire plan --params 70B --trainer-gpus 32 --replica-gpus 4
       deltawire plan --models
     """
     if models:
