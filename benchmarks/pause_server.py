@@ -15,6 +15,8 @@ Phases, one after the other, against one server:
     memory       versions while nothing is generated: what the worker allocates on its device for them
     prefixes     requests with one prefix under every version: none may find what another version computed
     equal        the weights of the server against a fresh load of the last version by the engine's own loader
+    trainer      a real trainer on cores of its own (AdamW over constant gradients, fp32 masters) publishes to the run
+                 as it goes: windows in which a version is served, and those between them
     rivals       other ways to new weights, driven as trainers do, with generation paused around them: vLLM's
                  `reload_weights`; its sparse loader (`load_checkpoint_weight_patches`), which is given what changed,
                  decoded, in the worker's memory; and ModelExpress (where it is installed), from its delta in host
@@ -77,7 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 ENCODINGS = ("packed", "context", "raw")
-PHASES = ("control", *ENCODINGS, "throughput", "memory", "prefixes", "equal", "rivals")
+PHASES = ("control", *ENCODINGS, "throughput", "memory", "prefixes", "equal", "rivals", "trainer")
 PROMPT = 32
 EVERY_S = 10.0
 """Time between two syncs of the throughput phase."""
@@ -360,6 +362,44 @@ class Versions:
         return {**self._made[number - 1], "at": time.monotonic()}
 
 
+# ── a trainer ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LEARNING_RATE = 2.5e-7
+"""Constant gradients make every step of Adam a whole one: this much of it changes about 1 % of the weights."""
+STEP_S = 5.0
+"""Time from one publish of the trainer to the next."""
+
+
+def train(run: Path, publishes: int, every_s: float, out: Path) -> None:
+    """Continue the run with steps of AdamW on the CPU, and publish every so many seconds; a line for each publish."""
+    import torch
+
+    import deltawire as dw
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    version = dw.Run.open(run).newest()
+    live = {tensor.name: torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in dw.Run.open(run).schema.tensors}
+    dw.Replica(run, heartbeat=0).sync(live, version)
+    masters = {name: tensor.float().requires_grad_() for name, tensor in live.items()}
+    for tensor in masters.values():
+        tensor.grad = torch.randn_like(tensor)
+    optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, weight_decay=0.0)
+    with dw.Publisher(run, wire_dtype="bf16", anchor_ratio=100.0, takeover=True) as publisher, out.open("a") as lines:
+        publisher.resume(masters)
+        for _ in range(publishes):
+            began = time.monotonic()
+            optimizer.step()
+            stepped = time.monotonic()
+            published = publisher.publish(masters)
+            held = time.monotonic() - stepped
+            result = published.result(600)
+            line = {"version": result.version, "step_s": stepped - began, "held_s": held, "changed": result.changed,
+                    "bytes": result.bytes}  # fmt: skip
+            print(json.dumps(line), file=lines, flush=True)
+            # the rest of the step: on a real machine, forward and backward on another device
+            time.sleep(max(0.0, began + every_s - time.monotonic()))
+
+
 # ── the measurement ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -397,7 +437,10 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
             # not before: what is compiled at the start may use all cores
             _pin_session(server.process.pid, server_cores)
             print(f"{len(making.made)} versions are made", flush=True)
-            _Phases(options, report, server, versions, followed, other, client_cores, making.folder, save).run()
+            cores_left = cores[half : half + quarter] or cores
+            _Phases(
+                options, report, server, versions, followed, other, client_cores, cores_left, making.folder, save
+            ).run()
             report["status"] = server.status()
         except BaseException:
             print(server.tail())
@@ -499,9 +542,10 @@ def end_turn(folder: Path | None, phase: str) -> None:
 class _Phases:
     def __init__(
         self, options: argparse.Namespace, report: dict[str, Any], server: Any, versions: Versions, followed: Path,
-        other: Path, cores: list[int], folder: Path, save: Callable[[], None],
+        other: Path, cores: list[int], cores_left: list[int], folder: Path, save: Callable[[], None],
     ) -> None:  # fmt: skip
         self.options, self.report, self.server, self.versions = options, report, server, versions
+        self.cores_left = cores_left
         self.followed, self.other, self.cores, self.folder, self.save = followed, other, cores, folder, save
         self.quiet: tuple[Gaps, Window] | None = None
         """Of the control phase, and when it was measured."""
@@ -637,6 +681,34 @@ class _Phases:
                 hit = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 across, within = (across + (hit > 0), within) if number == 0 else (across, within + (hit > 0))
         return {"requests": each * count, "versions": count, "hits_across": across, "hits_within": within}
+
+    def _trainer(self) -> dict[str, Any]:
+        """A window ends a moment after a version is served; it and the one before it, without a sync, are as long."""
+        lines, count = self.folder / "trained.jsonl", self.options.syncs[0]
+        command = [sys.executable, __file__, "--as", "trainer", str(self.followed), str(count), str(STEP_S), str(lines)]
+        process = _pinned(command, self.cores_left)
+        reading, windows, quiet, seen = self._clients(), [], [], self.server.status()["version"]
+        try:
+            while process.poll() is None and len(windows) < count:
+                time.sleep(0.05)
+                status = self.server.status()
+                if status["version"] != seen:
+                    # a sync takes less than half of the time between two
+                    seen, now = status["version"], time.monotonic()
+                    time.sleep(AFTER_S)
+                    windows.append((now - 1.0, now + AFTER_S))
+                    quiet.append((now - 1.0 - 1.0 - AFTER_S, now - 1.0))
+        finally:
+            process.kill()
+            process.wait(60)
+        gaps = Gaps(reading.stop())
+        made = [json.loads(line) for line in lines.read_text().splitlines()]
+        return gaps.figures(windows) | {
+            "versions": len(windows), "changed": made[-1]["changed"], "bytes": made[-1]["bytes"],
+            "control_gap_ms": _spread(gaps.longest(quiet)), "held_ms": _spread([line["held_s"] for line in made]),
+            "step_of_trainer_ms": _spread([line["step_s"] for line in made]),
+            "trainer_cores": len(self.cores_left),
+        }  # fmt: skip
 
     def _equal(self) -> dict[str, Any]:
         # a fresh SGLang is a server too, and needs the same flags to start here
@@ -854,6 +926,9 @@ def main() -> None:
         elif sys.argv[2] == "model":
             folder, shape, layers, device = sys.argv[3:]
             make_model(Path(folder), _sizes(shape, int(layers)), device)
+        elif sys.argv[2] == "trainer":
+            run, publishes, every_s, out = sys.argv[3:]
+            train(Path(run), int(publishes), float(every_s), Path(out))
         else:
             model, folder, device, order, last, view = sys.argv[3:]
             make_versions(Path(model), Path(folder), device, json.loads(order), last == "1", view or None)
