@@ -110,6 +110,7 @@ OPTIONAL_FILES = {
     "trainer/partitioned.py",
     "trainer/shards.py",
     "replica/device.py",
+    "replica/portions.py",
     "views/device.py",
 }
 

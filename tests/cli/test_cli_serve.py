@@ -177,7 +177,7 @@ def test_what_it_refuses() -> None:
     assert "--folder is for --engine vllm RUN" in refused("--engine", "vllm", "m", "--run", "r", "--folder", "weights")
     assert "--adapter is for --engine vllm or sglang" in refused("base", "--adapter", "policy=run")
     assert "--kv version is for" in refused("run", DELTAWIRE_KV="version")
-    for variable, text in (("DELTAWIRE_ADAPTERS", "policy=run"), ("DELTAWIRE_PAUSE", "abort")):
+    for variable, text in (("DELTAWIRE_ADAPTERS", "policy=run"), ("DELTAWIRE_STAGING_MEMORY", "1")):
         assert f"{variable} is set, which is for --engine vllm or sglang" in refused("run", **{variable: text})
     # also where a flag takes its place
     assert "DELTAWIRE_POLL is 'soon'; it can be a number" in refused("run", "--poll", "1", DELTAWIRE_POLL="soon")

@@ -21,7 +21,8 @@ def test_variables_carry_every_option_that_has_one() -> None:
     given = ServerOptions(
         run="s3://runs/chat", pin="-2", adapters={"policy": "s3://us/lora,s3://eu/lora", "judge": "/runs/judge@3"},
         adapters_keep=0, reference=Path("/models/chat"), address="203.0.113.7:8000", token="t", poll=0.5, follow=False,
-        heartbeat=0.0, heartbeats="s3://runs/chat", kv="clear", pause="abort", version_wait=0.0,
+        heartbeat=0.0, heartbeats="s3://runs/chat", kv="clear", pause="abort", staging_memory=0.5,
+        version_wait=0.0,
     )  # fmt: skip
     carried = [setting for setting in settings() if setting.variable]
     assert [setting.name for setting in carried if getattr(given, setting.name) == setting.default] == []
@@ -41,6 +42,7 @@ def test_variables_carry_every_option_that_has_one() -> None:
         ("DELTAWIRE_HEARTBEAT", ("ten", "-1"), "at least 0"),
         ("DELTAWIRE_VERSION_WAIT", ("-0.1",), "at least 0"),
         ("DELTAWIRE_ADAPTERS_KEEP", ("-1", "0.5"), "at least 0"),
+        ("DELTAWIRE_STAGING_MEMORY", ("half", "-1"), "at least 0"),
         ("DELTAWIRE_PAUSE", ("nonsense",), "keep or wait or abort"),
         ("DELTAWIRE_KV", ("nonsense",), "version or clear or keep"),
         ("DELTAWIRE_FOLLOW", ("yes", "01"), "1 .on. or 0"),

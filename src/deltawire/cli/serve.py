@@ -125,7 +125,7 @@ def command(
 
     A flag that is not given is read from the environment variable in parentheses.
     Variables without a flag: DELTAWIRE_FOLLOW, DELTAWIRE_HEARTBEAT,
-    DELTAWIRE_PAUSE, DELTAWIRE_ADAPTERS_KEEP.
+    DELTAWIRE_PAUSE, DELTAWIRE_STAGING_MEMORY, DELTAWIRE_ADAPTERS_KEEP.
 
     With --json there is one JSON object per line: the address, then each version.
 

@@ -82,6 +82,9 @@ class ServerOptions:
     clear: all are dropped. keep: all requests find them. By default clear, with vLLM and SGLang version."""
     pause: Literal["keep", "wait", "abort"] = option("keep", variable="DELTAWIRE_PAUSE", only_plugins=True)
     """How running requests are treated at a swap."""
+    staging_memory: float | None = option(None, variable="DELTAWIRE_STAGING_MEMORY", least=0, only_plugins=True)
+    """Gigabytes of its device that each rank may take for a version; what is more waits in pinned host memory and is
+    copied in the pause. By default 1.5 % of the rank's weights, at least half a gigabyte."""
 
     max_model_len: int | None = option(None, panel=ANSWERS, value="N", least=2)
     """Most tokens of prompt and answer together; the model's maximum by default."""

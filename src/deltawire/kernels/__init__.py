@@ -27,10 +27,22 @@ from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from ..core.codecs.context.tiles import grid_of, walked
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import from_changes, on, read_region, region_plan, to_changes
+from .host import on, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import CLASS_STEPS, Changed, ClassRanks, ClassRules, Moves, Origins, TooMany, read_sheet, rules
+from .results import (
+    CLASS_STEPS,
+    Changed,
+    ClassRanks,
+    ClassRules,
+    Moves,
+    Origins,
+    TooMany,
+    part_of_sheet,
+    read_sheet,
+    rules,
+    tiles_of,
+)
 
 __all__ = [
     "TILE",
@@ -52,10 +64,10 @@ __all__ = [
     "digest_change_by_group",
     "exponents",
     "flat_plan",
-    "from_changes",
     "gently",
     "grid",
     "operations",
+    "part_of_sheet",
     "place",
     "prepare_apply",
     "read_region",
@@ -65,6 +77,7 @@ __all__ = [
     "rules",
     "state",
     "tile_keys",
+    "tiles_of",
     "to_changes",
 ]
 

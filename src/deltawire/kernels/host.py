@@ -1,4 +1,4 @@
-"""Between the device and the core: changes come to the host as the core's `Change`, and go back ready to be applied.
+"""From the device to the core: changes come to the host as the core's `Change`.
 
 Only the sparse payload travels. A plan made here has one segment per region of the core, cut so that positions ascend:
 along memory where the region is in one piece, in bands of whole rows where it is a block of columns.
@@ -64,26 +64,6 @@ def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[
     return result
 
 
-def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
-    """Changes of the regions of a `region_plan`, in their order and already checked, on the device."""
-    total = sum(change.count for change in changes)
-    cuda = plan.device.type == "cuda"
-    starts = torch.zeros(plan.tiles + 1, dtype=torch.int64, pin_memory=cuda)
-    positions = torch.empty(total, dtype=plan.position_dtype, pin_memory=cuda)
-    old, new = (torch.empty(total, dtype=plan.value_dtype, pin_memory=cuda) for _ in range(2))
-    done = 0
-    for number, change in enumerate(changes):
-        first, last = plan.first_tile[number : number + 2]
-        here = slice(done, done + change.count)
-        bases = _bases(plan.segments[number])
-        edges = np.append(np.searchsorted(change.positions, bases), change.count)
-        starts.numpy()[first : last + 1] = done + edges
-        _subtract_bases(change.positions, edges, bases, positions.numpy()[here])
-        old.numpy()[here], new.numpy()[here] = change.old, change.new
-        done = here.stop
-    return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
-
-
 def fetched(tensor: Tensor) -> Tensor:
     """A copy on its way to the host; pinned, so that the device can write it while the host does something else."""
     if tensor.device.type == "cpu":
@@ -121,10 +101,3 @@ def _add_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
     for tile in range(bases.size):
         for i in range(edges[tile], edges[tile + 1]):
             out[i] = bases[tile] + positions[i]
-
-
-@njit(cache=True, nogil=True)
-def _subtract_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
-    for tile in range(bases.size):
-        for i in range(edges[tile], edges[tile + 1]):
-            out[i] = positions[i] - bases[tile]

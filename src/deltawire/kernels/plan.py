@@ -95,6 +95,19 @@ def flat(tensors: Sequence[Tensor], tile: int = TILE, unit: int = 4) -> tuple[Se
     return tuple(result)
 
 
+def stretch(segments: Sequence[Segment], first: int, last: int) -> tuple[Segment, ...]:
+    """Tiles [first:last] of segments that `flat` has made."""
+    result, at = [], 0
+    for segment in segments:
+        begin, end = max(first - at, 0), min(last - at, segment.tiles)
+        at += segment.tiles
+        if begin < end:
+            lines = segment.column_cuts[begin : end + 1]
+            offset = segment.offset + int(lines[0])
+            result.append(Segment(segment.tensor, offset, segment.stride, segment.row_cuts, lines - lines[0]))
+    return tuple(result)
+
+
 def grid(tensor: int, offset: int, stride: int, shape: tuple[int, int], tiles: tuple[int, int]) -> Segment:
     """A rectangle cut evenly, where shards have their lines too."""
     return Segment(tensor, offset, stride, cuts(shape[0], tiles[0]), cuts(shape[1], tiles[1]))

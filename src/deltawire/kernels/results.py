@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class Changed:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.starts, self.positions, self.old, self.new))
+
+    def each(self, move: Callable[[Tensor], Tensor]) -> Changed:
+        """The same change in other memory."""
+        return Changed(*(move(t) for t in (self.starts, self.positions, self.old, self.new)))
 
     def swapped(self) -> Changed:
         """The change that takes this one back."""
@@ -172,6 +176,23 @@ def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tupl
         )
         levels = list(zip(rows, columns, strict=True))
     return plan, rules(plan, sheet["rules"], levels)
+
+
+def tiles_of(sheet: Sheet) -> npt.NDArray[np.int64]:
+    """Number of tiles in each segment of a sheet."""
+    return np.prod(sheet["lengths"] - 1, axis=1)  # type: ignore[no-any-return]
+
+
+def part_of_sheet(sheet: Sheet, first: int, last: int) -> Sheet:
+    """Segments [first:last] of a sheet."""
+    found = {name: sheet[name][first:last] for name in ("segments", "lengths", "rules")}
+    for axis, name in enumerate(("row", "column")):
+        cuts = np.append(0, np.cumsum(sheet["lengths"][:, axis]))
+        # a level for each row and column, the last of which ends at the last line
+        levels = np.append(0, np.cumsum(sheet[f"{name}_cuts"][cuts[1:] - 1]))
+        found[f"{name}_cuts"] = sheet[f"{name}_cuts"][cuts[first] : cuts[last]]
+        found[f"{name}_levels"] = sheet[f"{name}_levels"][levels[first] : levels[last]]
+    return found
 
 
 def _segments(sheet: Sheet) -> list[Segment]:

@@ -1,15 +1,16 @@
-"""Weights on a GPU: what changes is made ready there, written by a launch or two and proven by another.
+"""Weights on a GPU: what changes is made ready there, written by a few launches and proven by another.
 
-No weight leaves the device. Moves and ranks come from the decoder (moves.py), go to the device through pinned memory,
-and become old and new bits there. Beside a model that is served all of that has a stream of its own, and buffers in
-pinned memory that are made once, before anything is served.
+Moves and ranks come from the decoder (moves.py), go to the device through pinned memory, and become old and new bits
+there, portion after portion (portions.py). Beside a model that is served all of that has a stream of its own, and
+buffers in pinned memory that are made once, before anything is served.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import gcd
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core import digest
-from ..core.change import NEW_BITS, Change, Region, RegionMoves, pieces
+from ..core.change import NEW_BITS, Region, RegionMoves, pieces
 from ..core.codecs import context
 from ..core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ..core.digest import StateDigest
@@ -33,10 +34,11 @@ from ..core.sparse import BlockRef, DeltaFile
 from ..kernels import torch_ops
 from ..kernels.host import on, wait
 from ..kernels.pace import in_turns
-from ..kernels.plan import Launch, Remember, narrow, units, widen
+from ..kernels.plan import Launch, Remember, flat, narrow, stretch, units, widen
 from .model import ModelWeights
 from .moves import ArrayInFile, CutTiles, DevicePieces, NumberedMoves
-from .shard import DENSE, MOST_UNITS, WHOLE, Part, Piece, PieceChange, Places, Sums, cut
+from .portions import Patch, Portion, Room
+from .shard import DENSE, MOST_UNITS, WHOLE, Part, Piece, PieceChange, Places, Sums, cut_moves
 
 Array = npt.NDArray[Any]
 
@@ -55,30 +57,19 @@ _BAND = 1 << 24
 """Units of full weights that are compared at once; a multiple of a tile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """Changes on the device, ready to be written and to be taken back."""
-
-    parts: list[tuple[kernels.Plan, kernels.Changed]]
-    writes: list[Callable[[], None]]
-    """What writes each part: made here, because in a swap there is no time to look where every tensor lies."""
-
-    @property
-    def count(self) -> int:
-        return sum(changed.count for _, changed in self.parts)
-
-
 class DeviceShard:
     """Pieces on one device.
 
     served   whether a model computes with them beside the staging, which then has a stream and buffers of its own, and
              breaks in which the device is the model's
+    room     bytes of the device that a version may take; None: all that it needs
     """
 
     audited = False
 
-    def __init__(self, pieces: Sequence[Piece], *, served: bool = True) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, served: bool = True, room: int | None = None) -> None:
         self.pieces = pieces
+        self.cutter = DevicePieces([piece.region for piece in pieces])
         tiled = [piece for piece in pieces if piece.places is not None]
         if sum(piece.region.units for piece in tiled) > SHADOW_UNITS:
             raise ValueError(f"a kernel keeps {tiled[0].region.tensor.name!r} in tiles: too many to patch on a device")
@@ -95,14 +86,13 @@ class DeviceShard:
         self._names = [piece.region.tensor.name for piece in pieces]
         self._device = self._views[0].device if pieces else torch.device("cpu")
         self._plan = kernels.flat_plan(self._views)
-        self._tile_plans = Remember()
+        self._room = Room(room, self._plan.value_dtype.itemsize)
+        # at the usual densities a version has fewer portions
+        self._stretches, self._sheets = Remember(256), Remember(64)
         self._proof: tuple[tuple[int, ...], _Proof] | None = None
         beside = served and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if beside else None
         self._slots = [_Slot() for _ in range(2)] if beside else []
-
-    def _patch(self, *parts: tuple[kernels.Plan, kernels.Changed]) -> Patch:
-        return Patch([*parts], [kernels.prepare_apply(self._views, changed, plan=plan) for plan, changed in parts])
 
     def warm_up(self) -> None:
         """Run all that staging runs, on the tiles that versions mostly have.
@@ -135,12 +125,21 @@ class DeviceShard:
         return signed.view(f"u{signed.itemsize}")
 
     def prepare(self, changes: Sequence[PieceChange]) -> Patch:
-        by_piece: dict[int, list[Change]] = {}
-        for item in changes:
-            by_piece.setdefault(item.piece, []).append(item.change)
-        whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self._plain)]
-        with self._on_own_stream():
-            return self._patch((self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units])))
+        moves = []
+        for number, change in ((item.piece, item.change) for item in changes):
+            given = RegionMoves(change.region, change.positions, change.new, NEW_BITS)
+            moves.append((number, cut_moves(given, self.pieces[number].region)))
+        return self.receive_here(moves, {}, {})
+
+    def receive_here(
+        self, cut: Sequence[NumberedMoves], sheet: Mapping[str, Array], ranks: Mapping[str, Array]
+    ) -> Patch:
+        """Take moves that this process has cut."""
+        parts, moves = self.cutter.join(
+            [item for item in cut if item[1].positions.size],
+            lambda shapes: {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()},
+        )
+        return self.receive(moves, parts, sheet, ranks)
 
     def receive(
         self,
@@ -154,25 +153,68 @@ class DeviceShard:
         `parts` has the kinds and counts of `moves`; `ranks` are of the tiles that were counted by a sheet, if any were.
         """
         with self._on_own_stream():
-            ready = []
+            patch = self._patch()
             for kind, count in parts:
                 if count:
-                    kinds = torch.full((self._plan.tiles,), kind, dtype=torch.int32, device=self._device)
-                    starts, positions, values = (
-                        self._send(moves[f"{name}.{kind}"]) for name in ("starts", "positions", "values")
-                    )
-                    sent_moves = kernels.Moves(starts, positions, values, kinds)
-                    ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
+                    self._resolve(patch, kind, *(moves[f"{name}.{kind}"] for name in ("starts", "positions", "values")))
             if sheet:
-                plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
-                placed = [self._send(array) for array in ranks.values()]
-                ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
-        return self._patch(*ready)
+                self._place(patch, sheet, *(ranks[name] for name in ("counts", "ranks", "steps")))
+            patch.ready()
+        return patch
+
+    def _patch(self) -> Patch:
+        return Patch(self._views, self._room, self._stream)
+
+    def _resolve(self, patch: Patch, kind: int, *sent: Array | ArrayInFile) -> None:
+        """Make moves of one kind ready, stretch by stretch."""
+        starts, positions, values = _here(sent[0]), *sent[1:]
+        for first, last in self._room.cut(starts):
+            here = slice(int(starts[first]), int(starts[last]))
+            plan, pieces = self._stretch(first, last)
+            kinds = torch.full((plan.tiles,), kind, dtype=torch.int32, device=self._device)
+            edges = self._send(starts[first : last + 1] - starts[first])
+            moves = kernels.Moves(edges, self._send(positions[here]), self._send(values[here]), kinds)
+            patch.add(Portion(plan, pieces, kernels.resolve(self._views[pieces], moves, plan=plan)))
+
+    def _place(
+        self, patch: Patch, sheet: Mapping[str, Array], counts: Array | ArrayInFile, *sent: Array | ArrayInFile
+    ) -> None:
+        """Make tiles that were counted ready, some segments of their sheet at a time."""
+        of_tiles = _here(counts).sum(1, dtype=np.int64)
+        tiles = np.append(0, np.cumsum(kernels.tiles_of(sheet)))
+        ends = np.append(0, np.cumsum(of_tiles))[tiles]
+        for first, last in self._room.cut(ends):
+            plan, rules = kernels.read_sheet(kernels.part_of_sheet(sheet, first, last), self._views, self._sheets)
+            here, changes = slice(int(tiles[first]), int(tiles[last])), slice(int(ends[first]), int(ends[last]))
+            # as wide as all tiles need, which may be wider than these do
+            dtypes = plan.position_dtype, plan.value_dtype
+            ranks, steps = (_as(self._send(array[changes]), dtype) for array, dtype in zip(sent, dtypes, strict=True))
+            changed = kernels.place(self._views, plan, rules, self._send(counts[here]), ranks, steps)
+            patch.add(Portion(plan, slice(None), changed))
+
+    def _stretch(self, first: int, last: int) -> tuple[kernels.Plan, slice]:
+        """The plan of some tiles of all, and the pieces that it is of."""
+        if (first, last) == (0, self._plan.tiles):
+            return self._plan, slice(None)
+        tiles = self.cutter.first_tile
+        pieces = slice(bisect_right(tiles, first) - 1, bisect_left(tiles, last))
+        views, begin = self._views[pieces], tiles[pieces.start]
+
+        def make() -> kernels.Plan:
+            return kernels.Plan(views, stretch(flat(views), first - begin, last - begin))
+
+        return self._stretches.get((first, last), make), pieces
 
     def compare(self, source: Source) -> Patch:
         """Find what full weights change, on the device, band by band. TooMany if most of a model differs."""
-        found: list[kernels.Changed] = []
-        room = sum(piece.region.units for piece in self.pieces) // DENSE
+        patch, found = self._patch(), list[kernels.Changed]()
+        room, first, last = sum(piece.region.units for piece in self.pieces) // DENSE, 0, 0
+
+        def gather() -> None:
+            plan, pieces = self._stretch(first, last)
+            patch.add(Portion(plan, pieces, _in_turn(found, plan, self._plan.value_dtype)))
+            found.clear()
+
         for piece in self._plain:
             for start in range(0, piece.region.units, _BAND):
                 end = min(start + _BAND, piece.region.units)
@@ -180,15 +222,22 @@ class DeviceShard:
                 with self._on_own_stream():
                     old = units(piece.view)[start:end]
                     change = kernels.detect([old], [units(self._send(new))], most=room)
-                room -= change.count
-                found.append(change)
+                    room -= change.count
+                    if found and sum(each.count for each in found) + change.count > self._room.at_once:
+                        gather()
+                        first = last
+                    found.append(change)
+                    last += change.starts.numel() - 1
         with self._on_own_stream():
-            return self._patch((self._plan, _in_turn(found, self._plan)))
+            if found:
+                gather()
+            patch.ready()
+        return patch
 
     def count(self, sheet: Mapping[str, Array]) -> Array:
         """Count the classes of old weights in the tiles of a sheet."""
         with self._on_own_stream():
-            plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
+            plan, rules = kernels.read_sheet(sheet, self._views, self._sheets)
             return self._fetch(kernels.class_counts(self._views, plan, rules))
 
     def shifts(self, patch: Patch, groups: Sequence[int]) -> Sums:
@@ -196,16 +245,20 @@ class DeviceShard:
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         with self._on_own_stream():
             total = torch.zeros((len(numbers), 2), dtype=torch.int64, device=self._device)
-            for plan, changed in patch.parts:
-                origins = plan.remember(("origins", tuple(groups)), lambda p=plan: self._origins(p, groups, numbers))  # type: ignore[misc]
-                total += kernels.digest_change_by_group(self._names, changed, origins, plan=plan)
+            for plan, pieces, changed in patch.portions():
+                origins = plan.remember(
+                    ("origins", tuple(groups)), partial(self._origins, plan, pieces, groups, numbers)
+                )
+                total += kernels.digest_change_by_group(self._names[pieces], changed, origins, plan=plan)
             lanes = total.tolist()
         return {group: StateDigest.of_lanes(lanes[number]) for group, number in numbers.items()}
 
-    def _origins(self, plan: kernels.Plan, groups: Sequence[int], numbers: Mapping[int, int]) -> kernels.Origins:
+    def _origins(
+        self, plan: kernels.Plan, pieces: slice, groups: Sequence[int], numbers: Mapping[int, int]
+    ) -> kernels.Origins:
         rows = [
             [p.region.start, max(p.region.columns, 1), p.region.tensor.columns, numbers[group]]
-            for p, group in zip(self.pieces, groups, strict=True)
+            for p, group in zip(self.pieces[pieces], groups[pieces], strict=True)
         ]
         table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
         return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
@@ -267,8 +320,7 @@ class DeviceShard:
     def write(self, patch: Patch) -> None:
         with on(self._device):
             self._pull()
-            for write in patch.writes:
-                write()
+            patch.write()
             self._push()
         self._finish()
 
@@ -278,10 +330,10 @@ class DeviceShard:
             wait(self._device)
 
     def undo(self, patch: Patch) -> None:
-        self._pull()
-        for plan, changed in patch.parts:
-            kernels.apply(self._views, changed.swapped(), plan=plan)
-        self._push()
+        with on(self._device):
+            self._pull()
+            patch.undo()
+            self._push()
         self._finish()
 
     def load(self, source: Source) -> None:
@@ -337,16 +389,15 @@ class DeviceWeights(ModelWeights):
             for band in _countable(piece.region)
         ]
         self._shard = DeviceShard(pieces, served=False)
-        self._cutter = DevicePieces([piece.region for piece in pieces])
         super().__init__(schema, pieces, self._shard)
 
     def decode(self, files: Sequence[DeltaFile]) -> _Decoded:
         moves: list[NumberedMoves] = []
         tiles: list[Tiles] = []
         for file in files:
-            for cut_moves, cut_tiles in file.each(partial(self._block, file)):
-                moves += cut_moves
-                tiles += cut_tiles
+            for some_moves, some_tiles in file.each(partial(self._block, file)):
+                moves += some_moves
+                tiles += some_tiles
         if not tiles:
             return _Decoded(moves, {}, {})
         sheet = make_sheet(tiles)
@@ -355,7 +406,7 @@ class DeviceWeights(ModelWeights):
     def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[NumberedMoves], list[Tiles]]:
         found = file.read(block)
         try:
-            return self._cutter.cut(found)
+            return self._shard.cutter.cut(found)
         except CutTiles:
             assert isinstance(found, context.TiledBlock)
         moves = []
@@ -368,13 +419,10 @@ class DeviceWeights(ModelWeights):
                     old[part.within(region)] = self._shard.read(n, part.within(piece))
             positions, _, new = found.shard(number, slice(0, region.rows), slice(0, region.columns), old)
             moves.append(RegionMoves(region, positions, new, NEW_BITS))
-        return self._cutter.cut(moves)
+        return self._shard.cutter.cut(moves)
 
     def prepare(self, decoded: _Decoded) -> Patch:
-        parts, moves = self._cutter.join(
-            decoded.moves, lambda shapes: {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()}
-        )
-        return self._shard.receive(moves, parts, decoded.sheet, decoded.ranks)
+        return self._shard.receive_here(decoded.moves, decoded.sheet, decoded.ranks)
 
 
 class _Shadow:
@@ -479,15 +527,20 @@ def _flat(source: Source, piece: Region, start: int, end: int) -> Bits:
     return source.region(rows)[start - first * piece.columns : end - first * piece.columns]
 
 
-def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Changed:
-    """Changes of bands that follow each other, as one of the whole."""
+def _here(array: Array | ArrayInFile) -> Array:
+    return array if isinstance(array, np.ndarray) else array.whole()
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else narrow(widen(values), dtype)
+
+
+def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan, dtype: torch.dtype) -> kernels.Changed:
+    """Changes of bands that follow each other, as one of all their tiles; bits of this dtype."""
     counts = np.cumsum([0, *(change.count for change in found)]).tolist()
     starts = [change.starts[:-1] + done for change, done in zip(found, counts, strict=False)]
     total = torch.tensor([counts[-1]], dtype=torch.int64, device=plan.device)
-    old, new = (
-        torch.cat([narrow(widen(getattr(change, name)), plan.value_dtype) for change in found])
-        for name in ("old", "new")
-    )
+    old, new = (torch.cat([_as(getattr(change, name), dtype) for change in found]) for name in ("old", "new"))
     return kernels.Changed(torch.cat([*starts, total]), torch.cat([change.positions for change in found]), old, new)
 
 
@@ -504,16 +557,6 @@ def _bands_of(pieces: Sequence[Piece]) -> Launch:
             bands.append([address, rows, region.columns, first, region.tensor.columns, *keys])
     table = torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
     return Launch(table, len(table), 2, False, ())
-
-
-def _joined(piece: Piece, changes: list[Change]) -> Change:
-    """All changes of a piece as one, in the order of their positions."""
-    unit = f"u{piece.view.dtype.itemsize}"
-    parts = [cut(change.region, piece.region, change.positions, change.old, change.new) for change in changes]
-    positions = np.concatenate([np.empty(0, np.uint32), *(part[0] for part in parts)])
-    order = np.argsort(positions, kind="stable")
-    old, new = (np.concatenate([np.empty(0, unit), *(part[n] for part in parts)])[order] for n in (1, 2))
-    return Change(piece.region, positions[order], old, new)
 
 
 def _halves(region: Region) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import pairwise
 from typing import Any
@@ -51,6 +51,16 @@ class ArrayInFile:
     def nbytes(self) -> int:
         return self.dtype.itemsize * int(np.prod(self.shape))
 
+    def __getitem__(self, part: slice) -> ArrayInFile:
+        first, last, _ = part.indices(self.shape[0])
+        row = self.dtype.itemsize * int(np.prod(self.shape[1:]))
+        return replace(self, start=self.start + first * row, shape=(max(last - first, 0), *self.shape[1:]))
+
+    def whole(self) -> Array:
+        out = np.empty(self.shape, self.dtype)
+        self.read(0, out.reshape(-1).view(np.uint8))
+        return out
+
     def read(self, start: int, out: Array) -> None:
         """Fill `out`, which is bytes, from byte `start` of the array on."""
         view = out.data
@@ -69,7 +79,8 @@ class DevicePieces:
         self._by_tensor: dict[str, list[int]] = defaultdict(list)
         for number, piece in enumerate(pieces):
             self._by_tensor[piece.tensor.name].append(number)
-        self._first_tile = np.cumsum([0, *(-(-piece.units >> TILE_BITS) for piece in pieces)]).tolist()
+        self.first_tile = np.cumsum([0, *(-(-piece.units >> TILE_BITS) for piece in pieces)]).tolist()
+        """The number of the first tile of each piece, and that of all tiles."""
         self._width = max((piece.tensor.unit_size for piece in pieces), default=1)
 
     def cut(self, block: list[RegionMoves] | context.TiledBlock) -> tuple[list[NumberedMoves], list[Tiles]]:
@@ -113,7 +124,7 @@ class DevicePieces:
         counts = {kind: sum(m.positions.size for ms in found.values() for m in ms) for kind, found in by_kind.items()}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         for kind, count in counts.items():
-            shapes[f"starts.{kind}"] = ("<i8", (self._first_tile[-1] + 1,))
+            shapes[f"starts.{kind}"] = ("<i8", (self.first_tile[-1] + 1,))
             shapes[f"positions.{kind}"] = ("<u2", (count,))
             shapes[f"values.{kind}"] = (f"<u{self._width}", (count,))
         made = make(shapes)
@@ -130,7 +141,7 @@ class DevicePieces:
 
         def one(item: tuple[int, int]) -> None:
             number, to = item
-            first, last = self._first_tile[number : number + 2]
+            first, last = self.first_tile[number : number + 2]
             edges, tile = np.arange(last - first, dtype=np.uint32) << np.uint32(TILE_BITS), 0
             for moves in _ascending(found.get(number, [])):
                 # up to the last tile that has one of these

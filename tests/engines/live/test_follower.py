@@ -34,7 +34,7 @@ from deltawire.engines.live.target import EngineTarget  # noqa: E402
 from deltawire.engines.options import ServerOptions  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
 from deltawire.engines.vllm.engine import VllmEngine  # noqa: E402
-from deltawire.replica import host  # noqa: E402
+from deltawire.replica import host, portions  # noqa: E402
 from deltawire.replica.device import DeviceShard  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
@@ -692,11 +692,18 @@ def test_a_draft_model_that_cannot_follow_is_logged(world: World, caplog: pytest
     world.holds(1)
 
 
+@pytest.mark.parametrize("room", [None, 0, 500_000])
 def test_ranks_on_devices_are_staged_from_the_decoder_and_swapped_in_the_same_way(
-    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: ObjectStore,
+    loop: asyncio.AbstractEventLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int | None,
 ) -> None:
-    """By plain torch, on a CPU: a delta, full weights that differ little, and ones that differ in most."""
-    monkeypatch.setattr(rank_module, "open_shard", DeviceShard)
+    """By plain torch, on a CPU: a delta, full weights that differ little, and ones that differ in most; also where a
+    version has no room on its device, or not enough for all of it. A stray write is found in the swap."""
+    monkeypatch.setattr(rank_module, "open_shard", lambda pieces, _: DeviceShard(pieces, room=room))
+    monkeypatch.setattr(portions, "_LEAST_CHANGES", 100)
     world = World(tmp_path, store, loop, 2)
     try:
         assert world.sync() == 0
@@ -706,6 +713,20 @@ def test_ranks_on_devices_are_staged_from_the_decoder_and_swapped_in_the_same_wa
         with pytest.raises(WorkerError, match="rank 1"):
             world.sync(0)
         world.holds(1)
+        still = world.client.models[1].norm.data.view(torch.int16)
+
+        with monkeypatch.context() as patched:
+            write = DeviceShard.write
+
+            def stray(shard: DeviceShard, patch: Any) -> None:
+                still.bitwise_xor_(1)
+                write(shard, patch)
+                patched.undo()
+
+            patched.setattr(DeviceShard, "write", stray)
+            with pytest.raises(NotRestored, match=r"predicted for them.*not the weights from before"):
+                world.sync(0)
+        assert (world.follower.state, world.client.paused) == ("paused", True)
         assert world.sync(0) == 0
         world.holds(0)
         assert world.publish(density=0.9) == world.sync() == 2

@@ -314,13 +314,14 @@ def test_probing_leaves_the_live_layer_as_it_is() -> None:
         assert torch.equal(parameter.data.view(torch.int16), before[name][1])
 
 
-@pytest.mark.parametrize("world, shard", [(1, open_shard), (2, open_shard), (1, device.DeviceShard)])
+@pytest.mark.parametrize("world, on_device", [(1, False), (2, False), (1, True)])
 def test_a_server_with_packed_weights_is_patched(
-    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, world: int, shard: Any,
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, world: int, on_device: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Deltas and full weights, staged, written, taken back and proven through the learned layout."""
-    monkeypatch.setattr(rank, "open_shard", shard)
+    if on_device:
+        monkeypatch.setattr(rank, "open_shard", lambda pieces, _: device.DeviceShard(pieces))
     made = World(tmp_path, store, loop, world, each(tiles))
     for _ in range(2):
         made.publish()

@@ -61,16 +61,18 @@ class Placement:
     """The error that the loader raised; then nothing else is known."""
 
 
-def open_shard(pieces: Sequence[Piece]) -> LiveShard:
+def open_shard(pieces: Sequence[Piece], staging_gb: float | None = None) -> LiveShard:
     """Weights in host memory are patched by the core's kernels, others by torch's or Triton's. Raises ValueError where
-    that cannot be done."""
+    that cannot be done. `staging_gb`: see `ServerOptions.staging_memory`."""
     for piece in pieces:
         if piece.view.is_meta:
             raise ValueError(f"it is not known where {piece.region.tensor.name!r} lies in memory")
     if any(piece.view.device.type != "cpu" for piece in pieces):
         from ...replica.device import DeviceShard
+        from ...replica.portions import room_beside
 
-        return DeviceShard(pieces)
+        weights = sum(piece.view.nbytes for piece in pieces)
+        return DeviceShard(pieces, room=room_beside(weights, staging_gb))
     memory: list[Rows | Placed] = []
     for piece in pieces:
         size = piece.view.dtype.itemsize

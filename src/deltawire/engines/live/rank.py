@@ -36,6 +36,7 @@ from ...core.sparse import open_delta
 from ...replica.shard import LiveShard, PieceChange, Sums
 from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
+from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, listen
 from .decode_pieces import ShardDecoder, Wanted, compile_decoders
@@ -161,7 +162,7 @@ class Rank:
         log.info("rank %d: located %d tensors, %d in a kernel's layout, in %.1f s", self._number, len(pieces), placed,
                  time.perf_counter() - clock)  # fmt: skip
         try:
-            self._shard = open_shard(pieces)
+            self._shard = open_shard(pieces, ServerOptions.read().staging_memory)
         except ValueError as error:
             problems.append(str(error))
         return {

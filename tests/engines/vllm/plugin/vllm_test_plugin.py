@@ -152,7 +152,7 @@ class Probe:
         self.replaced = [
             (owner, name, getattr(owner, name))
             for owner, names in (
-                (DeviceShard, ("count", "receive", "moved", "digests_beside", "_send", "_patch", "write", "digests")),
+                (DeviceShard, ("count", "receive", "digests_beside", "_send", "_patch", "write", "digests")),
                 (DeviceShard, ("_fetch",)),
                 (Rank, ("_require_in_place",)),
                 (kernels, ("read_sheet",)),
