@@ -167,7 +167,7 @@ def parse(words: list[str] | None = None) -> tuple[Options, AsyncGRPOConfig]:
 def make_trainer(options: Options, config: AsyncGRPOConfig) -> AsyncGRPOTrainer:
     transfer = BucketTransfer(options.run, encoding=options.encoding, files=companions(options.model))
     trainer = AsyncGRPOTrainer(
-        model=options.model,
+        model=config.resume_from_checkpoint or options.model,  # so that the servers never go back to the start
         args=config,
         train_dataset=secrets(options.games, config.seed),
         environment_factory=partial(Wordle, options.env_url),
@@ -178,4 +178,5 @@ def make_trainer(options: Options, config: AsyncGRPOConfig) -> AsyncGRPOTrainer:
 
 
 if __name__ == "__main__":
-    make_trainer(*parse()).train()
+    options, config = parse()
+    make_trainer(options, config).train(resume_from_checkpoint=config.resume_from_checkpoint)

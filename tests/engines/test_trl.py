@@ -285,11 +285,10 @@ def handle(version: int | None) -> PublishHandle:
 
 def test_which_sync_a_version_was() -> None:
     syncs = Syncs()
-    assert syncs.sync_of(5) == 0, "a server may be ahead of what we know"
     # 1 → v0, 2 and 3 merged into v1, 4 failed and is part of v2 with 5
     for version in (0, 1, 1, None, 2):
         syncs.add(handle(version))
-    assert [syncs.sync_of(version) for version in (-1, 0, 1, 2, 3)] == [0, 1, 3, 5, 5]
+    assert [syncs.sync_of(version) for version in (-1, 0, 1, 2, 3)] == [Syncs.OLDER, 1, 3, 5, 5]
     assert [syncs.since(sync) for sync in (-3, 0, 1, 2, 4, 5, 6)] == [0, 0, 0, 1, 2, 2, 2]
     waiting = PublishHandle()
     syncs.add(waiting)
@@ -297,6 +296,18 @@ def test_which_sync_a_version_was() -> None:
     assert syncs.metrics()["deltawire/waiting"] == 1
     waiting._version.succeed(Published(3, "", 1, 2, ("delta",), {}))
     assert syncs.sync_of(3) == 6
+
+
+def test_syncs_are_counted_on_by_a_trainer_that_continues() -> None:
+    """Steps since its checkpoint are done again: what the servers had of them is staler than any limit."""
+    syncs = Syncs()
+    assert (syncs.since(42), syncs.sync_of(50)) == (0, Syncs.OLDER)
+    # its checkpoint is of sync 46, and v50 was in the bucket when it was lost
+    syncs.begin(46, handle(51))
+    syncs.add(handle(52))
+    assert syncs.count == 47
+    assert [syncs.sync_of(version) for version in (0, 50, 51, 52)] == [Syncs.OLDER, Syncs.OLDER, 46, 47]
+    assert [syncs.since(sync) for sync in (43, 46, 47)] == [51, 51, 52], "no server may answer with v50"
 
 
 def test_another_writer_stops_the_training(store: Store) -> None:

@@ -77,6 +77,9 @@ class BucketTransfer:
         """The trainer's model, once it is attached."""
         self._adapter: Any = None
         """The model that is published instead of what the trainer sends."""
+        self._trainer: Any = None
+        self._first: PublishHandle | None = None
+        """The version that `attach` published."""
         self._syncs = Syncs()
 
     # ── called by the trainer ────────────────────────────────────────────────────────────────────────────────────────
@@ -94,6 +97,10 @@ class BucketTransfer:
         The iterator is always consumed to its end, since every rank of a sharded trainer takes part in it. If the
         bucket is unavailable, training continues and a later sync includes these changes.
         """
+        if self._trainer is not None:
+            # not before: a trainer that continues from a checkpoint reads its count there when it begins
+            self._syncs.begin(self._trainer.model_version, self._first)
+            self._trainer = None
         self._syncs.add(self._publish(iterator, step=self._syncs.count + 1))
 
     def resume(self) -> None:
@@ -117,6 +124,7 @@ class BucketTransfer:
         from .trl_worker import TrueVersions, require_servable, wait_for_server
 
         self._options.setdefault("tokenizer", trainer.processing_class)
+        self._trainer = trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         name = None
         if (peft_model := _peft_model(model)) is not None and self._of_peft is adapter:
@@ -124,14 +132,14 @@ class BucketTransfer:
             self._adapter, name = adapter(model), self._adapter_name
             # TRL's own would merge the adapter and take it out again, which leaves other bits in the base model
             trainer._sync_weight_merged = partial(self._sync_adapter, trainer)
-            self._publish((), step=0)
+            self._first = self._publish((), step=0)
         if trainer.rollout_worker is not None:  # on the main process alone
             trainer.rollout_queue = TrueVersions.over(
                 trainer.rollout_worker, self._syncs, getattr(trainer.args, "max_staleness", None), name
             )
             if self._adapter is None:
                 self._model = model if peft_model is None else peft_model.get_base_model()
-                self._publish(trainer._streaming_iter(), step=0)
+                self._first = self._publish(trainer._streaming_iter(), step=0)
             client = trainer.vllm_client
             client.wait_for_server_ready = partial(
                 wait_for_server, client.server_url, client.server_timeout, self._open(), adapter_name=name
@@ -283,12 +291,23 @@ class MetricsCallback(TrainerCallback):
 class Syncs:
     """Records which version each sync of the trainer became. Syncs are counted from 1, as in TRL."""
 
+    OLDER = -(1 << 30)
+    """The sync of a version that none of them became: staler than any limit."""
+
     def __init__(self) -> None:
         self._handles: dict[int, PublishHandle] = {}
         self._versions: dict[int, int] = {}
         self._newest: Published | None = None
         self._lock = threading.Lock()
         self.count = 0
+
+    def begin(self, count: int, handle: PublishHandle | None) -> None:
+        """Count on from `count`, which a trainer has in its checkpoint. The version of `handle` has the weights it
+        begins with; those in the bucket before it are of another training, or of steps that are done again."""
+        with self._lock:
+            self.count = count
+            if handle is not None:
+                self._handles[count] = handle
 
     def add(self, handle: PublishHandle | None) -> None:
         with self._lock:
@@ -298,21 +317,19 @@ class Syncs:
             self._settle()
 
     def sync_of(self, version: int) -> int:
-        """Return the last sync that is part of this version; 0 if the version is older than all that are known."""
+        """Return the last sync that is part of this version; OLDER if the version is older than all that are known."""
         with self._lock:
             self._settle()
             syncs = sorted(self._versions)
             # versions rise with syncs; those merged into one version have the same
             at = bisect.bisect_right([self._versions[sync] for sync in syncs], version)
-            return syncs[at - 1] if at else 0
+            return syncs[at - 1] if at else self.OLDER
 
     def since(self, sync: int) -> int:
         """Return the first version that a sync or a later one became; the newest known one if there is none yet.
 
-        0 for what was before the first sync.
+        Never one that was in the bucket before.
         """
-        if sync <= 0:
-            return 0
         with self._lock:
             self._settle()
             later = [version for known, version in self._versions.items() if known >= sync]
