@@ -14,8 +14,8 @@ DEVICE ?= cpu
 FRAMEWORK ?=
 # Files that start with an underscore are helpers, not benchmarks; pause.py, pause_server.py and lora_server.py want vLLM's
 # environment, gpu_figures.py a GPU too, sync.py and netns_demo.py root, density.py, figures.py and real_models.py a model,
-# service_proof.py a bucket, wordle_seeds.py half an hour.
-APART  := density figures gpu_figures lora_server pause pause_server sync netns_demo real_models service_proof wordle_seeds
+# service_proof.py a bucket, wordle_gpu.py TRL, wordle_seeds.py half an hour.
+APART  := density figures gpu_figures lora_server pause pause_server sync netns_demo real_models service_proof wordle_gpu wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 # without cached bytecode every worker and every program that a test starts compiles the package anew
@@ -30,7 +30,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-trainers canary test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
+.PHONY: help setup demo netns-demo wordle-gpu test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-trainers canary test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,14 @@ demo: $(READY)  ## a policy learns Wordle while two servers follow it through a 
 
 netns-demo: $(READY)  ## the same in four network namespaces over links of 20 Mbit/s, deltas against full weights (root)
 	@$(BIN)/python benchmarks/netns_demo.py $(ARGS)
+
+# On a GPU with the environment of $(PYTHON), which has TRL, a GPU build of vLLM and deltawire in it; else with one for CPUs.
+wordle-gpu:  ## a language model learns Wordle with stock TRL, a bucket and vLLM: deltas, full weights and no sync; DEVICE=cpu: a tiny model
+	@if [ "$(origin DEVICE)-$(DEVICE)" != "command line-cpu" ] && $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+		$(PYTHON) benchmarks/wordle_gpu.py --device cuda $(ARGS); \
+	else \
+		$(MAKE) --no-print-directory $(READY) && $(BIN)/python benchmarks/wordle_gpu.py --device cpu $(ARGS); \
+	fi
 
 test: $(READY)  ## the everyday tests: all but the slow ones
 	@$(PYTEST) $(ARGS)

@@ -93,6 +93,10 @@ class SeaweedFS:
         return self._process.pid if self._process is not None else None
 
     @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def log(self) -> str:
         """The server's log so far."""
         return (self.folder / "log").read_text(errors="replace")

@@ -1,0 +1,134 @@
+"""Were samples made by the version in their label? Computes their log-probabilities again, to compare.
+
+    python benchmarks/_wordle_labels.py FOLDER RUN MODEL --device cuda --count 300
+
+Of the completions that an arm of wordle_gpu.py noted, those are taken that one version made. Its weights are checked
+out of the run, and so are versions before and after it: the log-probabilities that the server reported should fit those
+of the version that it named, and fit others the worse the further away they are. What remains of a difference under the
+named version is the arithmetic: vLLM computes in bf16 with its own kernels, this in fp32 from the same bf16 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import deltawire as dw
+from deltawire_wordle.processes import say
+
+AWAY = (-16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16)
+AT_ONCE = 16
+
+
+def lines(file: Path) -> Iterator[dict[str, Any]]:
+    if file.exists():
+        for line in file.read_bytes().splitlines():
+            # the last line of a process that was killed may be cut off
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def versions_of(completion: dict[str, Any]) -> list[int]:
+    return [span["version"] for span in completion["versions"] or ()]
+
+
+def labels(folder: Path) -> dict[str, int]:
+    """Whether the label of a group is the oldest version that had a part in any of its games."""
+    oldest: dict[tuple[int, int], int] = {}
+    for found in lines(folder / "completions.jsonl"):
+        key = found["worker"], found["group"]
+        oldest[key] = min([*versions_of(found), oldest.get(key, 1 << 30)])
+    groups = {(line["worker"], line["group"]): line["label"] for line in lines(folder / "groups.jsonl")}
+    return {"groups": len(groups), "wrong": sum(oldest.get(key) != label for key, label in groups.items())}
+
+
+def chosen(folder: Path, count: int, versions: int) -> dict[int, list[dict[str, Any]]]:
+    """By version: completions of so many versions, spread over the run."""
+    by_version = defaultdict(list)
+    for found in lines(folder / "completions.jsonl"):
+        if len({*versions_of(found)}) == 1 and found["tokens"]:
+            by_version[versions_of(found)[0]].append(found)
+    wanted = sorted(by_version)
+    wanted = [wanted[len(wanted) * at // versions] for at in range(versions)] if len(wanted) > versions else wanted
+    dice = random.Random(0)
+    each = -(-count // max(1, len(wanted)))
+    return {v: dice.sample(by_version[v], min(each, len(by_version[v]))) for v in wanted}
+
+
+@torch.no_grad()
+def logprobs(model: Any, completions: list[dict[str, Any]]) -> list[list[float]]:
+    """Of the sampled tokens of each."""
+    result, device = [], next(model.parameters()).device
+    for at in range(0, len(completions), AT_ONCE):
+        some = completions[at : at + AT_ONCE]
+        rows = [one["prompt"] + one["tokens"] for one in some]
+        longest = max(map(len, rows))
+        # on the right: what follows a token does not change it
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        logits = model(input_ids=ids).logits.float()
+        for number, one in enumerate(some):
+            begin, end = len(one["prompt"]), len(rows[number])
+            scores = torch.log_softmax(logits[number, begin - 1 : end - 1], -1)
+            result.append(scores.gather(1, ids[number, begin:end, None])[:, 0].tolist())
+    return result
+
+
+def check(given: argparse.Namespace) -> dict[str, Any]:
+    run = dw.Run.open(given.run)
+    there = {*run.listed()}
+    found = chosen(given.folder, given.count, given.versions)
+    pairs = sorted({(v + away, v) for v in found for away in AWAY if v + away in there})
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(given.device).eval()
+    errors: dict[int, list[float]] = defaultdict(list)
+    by_completion: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+    replica, at = dw.Replica(given.run, heartbeat=0), None
+    for under, version in pairs:
+        if under != at:
+            at = replica.sync(model, under)
+        for number, (one, computed) in enumerate(zip(found[version], logprobs(model, found[version]), strict=True)):
+            differences = [abs(a - b) for a, b in zip(computed, one["logprobs"], strict=True)]
+            errors[under - version] += differences
+            by_completion[version, number][under - version] = fmean(differences)
+    whole = [fits for fits in by_completion.values() if 0 in fits]
+    return {
+        **labels(given.folder),
+        "completions": len(whole),
+        "versions": len(found),
+        "tokens": len(errors[0]),
+        "mean_difference": {str(away): fmean(values) for away, values in sorted(errors.items()) if values},
+        "largest_under_the_label": max(errors[0], default=None),
+        "fits_best_against": {
+            str(away): [
+                sum(fits[0] < fits[away] for fits in whole if away in fits),
+                sum(away in fits for fits in whole),
+            ]
+            for away in AWAY
+            if away
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("run")
+    parser.add_argument("model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--versions", type=int, default=12, help="that completions are taken of")
+    say("checked", **check(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
