@@ -45,7 +45,7 @@ import httpx
 import deltawire as dw
 from _report import about, print_about
 from deltawire.cli.ui import ended_by_sigterm
-from deltawire.errors import DeltawireError
+from deltawire.errors import DeltawireError, ObjectNotFound
 from deltawire_wordle.processes import ChildProcess, free_port, uninterrupted
 from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 
@@ -80,8 +80,8 @@ TRAINING = {
     "token_budget": 0,
 }  # fmt: skip
 ON_CUDA = {
-    "per_device_train_batch_size": 64, "queue_maxsize": 128, "max_inflight_tasks": 128, "max_completion_length": 48,
-    "gradient_checkpointing": "True",
+    "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 48,
+    "gradient_checkpointing": "False",
 }  # fmt: skip
 ON_CPU = {
     "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 48,
@@ -158,6 +158,7 @@ class Arm:
         self.env_url, self.server_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{server}"
         self.endpoints = {"trainer": bucket.endpoint, "server": bucket.endpoint}
         self.status: dict[str, Any] = {}
+        self._pruned = 0.0
         self.env = self._process("env", [
             given.python, "-m", "deltawire.cli", "env", "wordle", "--words", str(GAME["words"]), "--guesses",
             str(GAME["guesses"]), "--port", str(env), "--json",
@@ -236,7 +237,11 @@ class Arm:
         if newest is None:
             return
         for version in range(known + 1, newest + 1):
-            manifest = run.manifest(version)
+            try:
+                manifest = run.manifest(version)
+            except ObjectNotFound:
+                # deleted while nobody looked
+                continue
             _note(
                 self.folder / "versions.jsonl", version=version, created=manifest.created, step=manifest.step,
                 changed=manifest.changed, bytes=sum(link.bytes for link in manifest.links),
@@ -245,7 +250,8 @@ class Arm:
                 elements=run.schema.elements,
             )  # fmt: skip
         self.versions.more()
-        if self.case.sync == "full" and newest > KEPT:
+        if self.case.sync == "full" and newest > KEPT and time.monotonic() - self._pruned > SAVE_S:
+            self._pruned = time.monotonic()
             dw.prune(run, dw.Retention(KEPT, grace=5.0), apply=True)
 
     @property
@@ -311,6 +317,8 @@ def _environment() -> dict[str, str]:
         **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
         "DELTAWIRE_HEARTBEAT": "5",
+        # of a request for a version that the trainer accepts: full weights take long over a slow line
+        "DELTAWIRE_VERSION_WAIT": "300",
     }  # fmt: skip
 
 
@@ -426,10 +434,12 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
     for arm in arms:
         arm.open_gate(until)
     said = saved = read = began
-    while any(arm.trainer.running for arm in arms) and time.time() < until + LATE_S:
+    while time.time() < until + LATE_S:
         # one that was killed after the end is left alone
         if time.time() < until:
             supervisor.look()
+        if not any(arm.trainer.running for arm in arms):
+            break
         for arm in arms:
             arm.look()
         now = time.time()
@@ -755,6 +765,13 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
+def plain(words: Sequence[str]) -> list[str]:
+    """The command line without places on this machine."""
+    places = ("--out", "--trainer-python", "--server-python")
+    kept = [word for at, word in enumerate(words) if word not in places and (at == 0 or words[at - 1] not in places)]
+    return [Path(word).name if word.startswith(("/", "~")) else word for word in kept]
+
+
 def _with_trl(on_cpu: bool) -> str:
     from importlib.util import find_spec
 
@@ -768,7 +785,7 @@ def _with_trl(on_cpu: bool) -> str:
 
 def main() -> None:
     given = options()
-    facts = about()
+    facts = {**about(), "command": shlex.join(["python", "benchmarks/wordle_gpu.py", *plain(sys.argv[1:])])}
     given.folder.mkdir(parents=True, exist_ok=True)
     facts["versions"] |= (found := check(given))
     print_about(facts)
