@@ -1,6 +1,6 @@
 """A language model learns Wordle with TRL's AsyncGRPOTrainer, on three machines that share a bucket and two addresses.
 
-    pip install -e '.[trl,rl,hub]' vllm     # in a clone; TRL looks for vLLM here too, but only asks a server
+    pip install -e '.[trl,rl,hub]'          # in a clone
     python wordle_trl.py --model Qwen/Qwen3-0.6B --run hf://buckets/me/wordle \
         --env-url https://me-wordle-env.hf.space --server-url https://me-rollout.hf.space
 
@@ -8,7 +8,8 @@ README.md has the other two machines. Whatever AsyncGRPOConfig and TrainingArgum
 --num-generations, --max-staleness, --learning-rate, --max-steps, --per-device-train-batch-size, --report-to …
 
 The model plays by calling a tool, `guess`. A game is a conversation of several turns, and everything the model wrote in
-it is trained on; the reward is the environment's.
+it is trained on; the reward is the environment's. A model that does not know the form of such a game learns it first
+with wordle_start.py, which writes games down in the same words.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from typing import Any, TypeVar
 
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from tree_attention import let_trl_run
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltawire.trl import BucketTransfer
 from deltawire_wordle.env_client import EnvClient
-from deltawire_wordle.env_protocol import Result
+from deltawire_wordle.env_protocol import Observation, Result
 from deltawire_wordle.errors import ServerUnavailable
 
 log = logging.getLogger("deltawire")
 T = TypeVar("T")
 
-RULES = """You play Wordle: find a secret word of five letters. Make a guess by calling the tool `guess` with a word. \
-The answer has a letter for each of yours: G, it is at this place; Y, the word has it at another place; X, the word \
-does not have it. Think about what the answers leave, and guess again until the word is found or no guess is left."""
+RULES = """Play Wordle: find a secret word of five letters by calling `guess`. It answers each letter: G, right place; \
+Y, another place; X, not in the word. When the game is over, say: Done."""
+BEGIN = "Let us play."
 
 UNFINISHED = -0.2
 """The reward of a game the model broke off: less than any that was played to its end."""
@@ -54,6 +56,9 @@ class Options:
     games: int = field(default=4096, metadata={"help": "secrets to play, over and over"})
     guesses: int = field(default=6, metadata={"help": "what the environment allows; a conversation ends after as many"})
     encoding: str = field(default="auto", metadata={"help": "of deltas: packed, context, auto"})
+    attention: str = field(
+        default="auto", metadata={"help": "flash (FlashAttention 3), torch, or auto: flash where it is installed"}
+    )
 
 
 DEFAULTS: dict[str, Any] = {
@@ -62,6 +67,7 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_steps": 500,
     "per_device_train_batch_size": 32,
+    "token_budget": 0,  # a step trains on as many games as that; by default TRL fills the server's context and no more
     "queue_maxsize": 64,  # two batches: a longer queue only makes samples older
     "max_completion_length": 512,  # per turn
     "temperature": 1.0,
@@ -98,22 +104,19 @@ class Wordle:
                 time.sleep(2)
 
     def guess(self, word: str) -> str:
-        """Guess the secret word.
+        """Guess the word.
 
         Args:
-            word: A word of five letters.
-
-        Returns:
-            The answer, a letter of G, Y and X for each letter of the guess, and how many guesses are left.
+            word: Five letters, with spaces between them.
         """
         if self._session is None or self._last is None or self._last.done:
             raise ValueError("the game is over")
         try:
-            self._last = wait_for(self._session.step(str(word)[:64]))
+            self._last = wait_for(self._session.step(read(word)))
         except ServerUnavailable:
             self._leave()
             raise ValueError("the game was lost") from None
-        return f"{self._last.observation.feedback} {self._last.observation.message}"
+        return say(self._last.observation)
 
     def get_reward(self) -> float | None:
         if self._last is None:
@@ -125,6 +128,27 @@ class Wordle:
         if session is not None:
             with suppress(ServerUnavailable):
                 wait_for(session.__aexit__(None, None, None))
+
+
+def spell(word: str) -> str:
+    """With spaces a tokenizer makes a token of each letter; within a word a model would have to know its letters."""
+    return " ".join(word)
+
+
+def read(word: object) -> str:
+    """What the model means: its letters, whatever it puts between them."""
+    return "".join(letter for letter in str(word)[:64].lower() if "a" <= letter <= "z")
+
+
+def say(seen: Observation) -> str:
+    """An answer as the model reads it: each letter with its colour, then what the environment remarks."""
+    colours = (f"{letter} {colour}" for letter, colour in zip(seen.guess, seen.feedback, strict=False))
+    return f"{' '.join(colours)}; {seen.message}"
+
+
+def prompt() -> list[dict[str, str]]:
+    """How a conversation begins; TRL adds what the environment says to its last message."""
+    return [{"role": "system", "content": RULES}, {"role": "user", "content": BEGIN}]
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
@@ -142,8 +166,7 @@ def _sessions() -> asyncio.AbstractEventLoop:
 def secrets(count: int, seed: int) -> Dataset:
     """A row per secret; all games of a group get its seed, so they have the same secret."""
     dice = random.Random(seed)
-    prompt = [{"role": "system", "content": RULES}, {"role": "user", "content": "Let us play."}]
-    return Dataset.from_dict({"prompt": [prompt] * count, "seed": [dice.getrandbits(31) for _ in range(count)]})
+    return Dataset.from_dict({"prompt": [prompt()] * count, "seed": [dice.getrandbits(31) for _ in range(count)]})
 
 
 def companions(model: str) -> str:
@@ -165,6 +188,7 @@ def parse(words: list[str] | None = None) -> tuple[Options, AsyncGRPOConfig]:
 
 
 def make_trainer(options: Options, config: AsyncGRPOConfig) -> AsyncGRPOTrainer:
+    let_trl_run(options.attention)
     transfer = BucketTransfer(options.run, encoding=options.encoding, files=companions(options.model))
     trainer = AsyncGRPOTrainer(
         model=config.resume_from_checkpoint or options.model,  # so that the servers never go back to the start

@@ -1,4 +1,4 @@
-"""examples/wordle_trl.py as it is, on a CPU: trainer, rollout server and environment, each in a process of its own."""
+"""examples/wordle_start.py and wordle_trl.py as they are, on a CPU, with servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltawire.replica import Replica
 from deltawire_wordle.processes import free_port
 from servers import Server
 
-PLAYER = Path(__file__).with_name("wordle_player.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 STEPS, GUESSES = 4, 5
 
@@ -28,22 +28,31 @@ STEPS, GUESSES = 4, 5
 def test_a_few_steps(tmp_path: Path) -> None:
     python = str(environments.trl("trl,rl"))
     model, run, out = tmp_path / "player", (tmp_path / "run").as_uri(), tmp_path / "out"
-    subprocess.run([python, str(PLAYER), "make", str(model)], check=True, env=QUIET, stdout=subprocess.DEVNULL)
+    start = [
+        python, str(EXAMPLES / "wordle_start.py"), str(model), "--model", "tiny", "--words", "toy", "--guesses",
+        str(GUESSES), "--device", "cpu", "--batch", "16", "--games", "32", "--knows", "0", "--seconds", "0",
+    ]  # fmt: skip
+    subprocess.run(start, check=True, env=QUIET)
+    begun = json.loads((model / "start.json").read_text())
+    assert begun["final"]["finished"] > 0.5
     deltawire = [sys.executable, "-m", "deltawire.cli"]
     env, server = free_port(), free_port()
     wordle = [*deltawire, "env", "wordle", "--words", "toy", "--guesses", str(GUESSES), "--port", str(env)]
     serve = [*deltawire, "serve", str(model), "--run", run, "--port", str(server), "--poll", "0.2"]
     with Server(wordle, env), Server(serve, server, env=QUIET):
         command = [
-            python, str(PLAYER), "train", "--model", str(model), "--run", run, "--env-url", f"http://127.0.0.1:{env}",
+            python, str(EXAMPLES / "wordle_trl.py"), "--model", str(model), "--run", run, "--env-url", f"http://127.0.0.1:{env}",
             "--server-url", f"http://127.0.0.1:{server}", "--guesses", str(GUESSES), "--games", "16",
             "--num-generations", "4", "--max-staleness", "4", "--learning-rate", "1e-4", "--max-steps", str(STEPS),
             "--per-device-train-batch-size", "8", "--queue-maxsize", "16", "--max-completion-length", "48",
             "--output-dir", str(out), "--use-cpu", "True", "--bf16", "False", "--gradient-checkpointing", "False",
-            "--report-to", "none",
+            "--report-to", "none", "--logging-steps", "1", "--save-strategy", "steps", "--save-steps", str(STEPS),
         ]  # fmt: skip
-        done = subprocess.run(command, check=True, env=QUIET, stdout=subprocess.PIPE, text=True, timeout=900)
-    log = [entry for entry in json.loads(done.stdout.splitlines()[-1])["log"] if "reward" in entry]
+        subprocess.run(command, check=True, env=QUIET, timeout=900)
+    saved = out / f"checkpoint-{STEPS}"
+    log = [
+        entry for entry in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in entry
+    ]
     print(json.dumps(log))
     assert len(log) == STEPS
     # games of several turns were played, by calling the tool, and the environment judged them
@@ -54,7 +63,7 @@ def test_a_few_steps(tmp_path: Path) -> None:
     assert min(entry["sample/staleness_mean"] for entry in log) >= 0
     assert log[-1]["deltawire/version"] >= 1
     # what the run ends with is what was trained, and a server could start from it alone
-    final = load_file(out / "final.safetensors")
+    final = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(saved / "model.safetensors").items()}
     live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
     version = Replica(run, heartbeat=0).sync(live)
     assert all(torch.equal(live[name].view(torch.int16), final[name].view(torch.int16)) for name in live)

@@ -8,7 +8,7 @@ Run by test_trl_worker.py in an environment that has TRL:
 
 Snippets are those of docs/trl.md: they find `options` for TRL's config, `reward` and `dataset`, and leave `trainer`.
 
-Two shims stand in for what TRL takes for granted on a GPU; nothing of deltawire is replaced.
+What TRL takes for granted on a GPU comes from examples/tree_attention.py; nothing of deltawire is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from tree_attention import let_trl_run
 
 LONGEST = 24
 OPTIONS = {
@@ -45,34 +47,6 @@ OPTIONS = {
 
 def prefers_short(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [-len(ids) / LONGEST for ids in completion_ids]
-
-
-def tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    tree_kv_index: torch.Tensor,
-    tree_cu_seqlens_q: torch.Tensor,
-    tree_cu_seqlens_k: torch.Tensor,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """What TRL asks of FlashAttention 3, sequence by sequence with torch's own attention."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.index_select(2, tree_kv_index).repeat_interleave(groups, 1) for t in (key, value))
-    outputs = []
-    queries, keys = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
-    for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:], strict=False):
-        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1], attn_mask=mask, scale=scaling
-            )
-        )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 def make(folder: Path, eos: float) -> None:
@@ -111,10 +85,7 @@ def make(folder: Path, eos: float) -> None:
 
 
 def train(folder: Path, snippet: Path) -> None:
-    # shims: no peak FLOPS of a CPU; the worker needs a server that speaks as vLLM does, not vLLM in this process
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
-    async_rollout_worker.is_vllm_available = lambda *_: True
-    packing.tree_attention = tree_attention
+    let_trl_run()
     names = {
         "__name__": "__main__",
         "options": {
@@ -132,12 +103,8 @@ def train(folder: Path, snippet: Path) -> None:
 
 
 def distill(folder: Path, snippet: Path) -> None:
-    """Run the snippet of docs/trl.md for the distillation trainer, with the same shims."""
-    from trl.experimental.async_distillation import async_distillation_trainer
-    from trl.experimental.async_distillation import async_rollout_worker as distillation_worker
-
-    async_distillation_trainer.get_peak_flops_per_device = lambda *_: None
-    distillation_worker.is_vllm_available = lambda *_: True
+    """Run the snippet of docs/trl.md for the distillation trainer."""
+    let_trl_run()
     options = {
         **OPTIONS,
         "per_device_train_batch_size": 8,
