@@ -159,8 +159,9 @@ def train(folder: Path, sync: str, words: list[str]) -> None:
     newest = next(checkpoints(out), None)
     resume = ["--resume-from-checkpoint", str(newest)] if newest else []
     options, config = wordle_trl.parse([*words, "--output-dir", str(out), *resume])
-    if sync == "none":
-        wordle_trl.BucketTransfer, FirstVersionOnly.continues = FirstVersionOnly, newest is not None
+    FirstVersionOnly.continues = newest is not None
+    # whoever started this knows that no other trainer of this run is left, and need not wait to see it
+    wordle_trl.BucketTransfer = partial(FirstVersionOnly if sync == "none" else BucketTransfer, takeover=True)
     if sync == "full":
         from _full_weights import full_weights
     with full_weights() if sync == "full" else nullcontext():

@@ -461,7 +461,7 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
         time.sleep(0.2)
     for arm in arms:
         # what comes after the last step is no training
-        arm.note("ended", at=max([until, *(line["at"] for line in arm.steps.all[-1:])]))
+        arm.note("ended", at=max([min(until, time.time()), *(line["at"] for line in arm.steps.all[-1:])]))
         if arm.trainer.running:
             print(f"{arm.case.name}: the trainer did not end in time", flush=True)
             arm.trainer.kill()
@@ -656,9 +656,13 @@ def check(given: argparse.Namespace) -> dict[str, str]:
     )
     found = {}
     for role, python in (("trainer", given.trainer_python), ("server", given.server_python)):
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, env=_environment())
-        if done.returncode:
-            raise SystemExit(f"the {role}'s Python ({python}) does not work: {done.stderr.strip()[-300:]}")
+        try:
+            done = subprocess.run([python, "-c", probe], capture_output=True, text=True, env=_environment())
+            problem = done.stderr.strip()[-300:] if done.returncode else ""
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            raise SystemExit(f"the {role}'s Python does not work: {problem}")
         found[role] = json.loads(done.stdout.splitlines()[-1])
     missing = []
     if "trl" not in found["trainer"] or "aiohttp" not in found["trainer"]:
