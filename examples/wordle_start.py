@@ -41,6 +41,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import get_json_schema
 from tree_attention import SHARED, Tree, tree_of
 from trl.chat_template_utils import add_response_schema, parse_response
 from wordle_trl import Wordle, prompt, read, say, spell
@@ -67,7 +68,7 @@ class Lesson:
     rate: float
     """The learning rate."""
     every: int
-    """Steps from one measurement to the next."""
+    """Steps from one measurement to the next; up to the first the learning rate rises."""
 
 
 class Form:
@@ -76,7 +77,7 @@ class Form:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, guesses: int) -> None:
         self.tokenizer = tokenizer
         add_response_schema(tokenizer)
-        self.tools = [Wordle("").guess]
+        self.tools = [get_json_schema(Wordle("").guess)]
         self._prompt = prompt()
         self._prompt[-1]["content"] += "\n" + Session(Rules(("crane",), guesses)).reset(Reset()).observation.message
         self.prompt = self.tokens(self.begin())
@@ -264,7 +265,7 @@ class Teacher:
         for batch in DataLoader(games, batch_size=None, num_workers=self.given.workers, pin_memory=cuda):
             self.model.set_attn_implementation(SHARED)
             for group in optimizer.param_groups:
-                group["lr"] = lesson.rate * min(1.0, (self.steps - first + 1) / 50)
+                group["lr"] = lesson.rate * min(1.0, (self.steps - first + 1) / lesson.every)
             with self.precision():
                 loss = loss_of(self.model, moved(batch, self.device))
             optimizer.zero_grad()
@@ -366,7 +367,7 @@ def main() -> None:
     teacher = Teacher(model, form, rules, given)
     lessons = [teacher.teach(Lesson("careful", 0.0, rate, 150), lambda solved: solved >= given.knows, given.seconds)]
     if teacher.seen["solved"] > given.target:
-        careless = Lesson("careless", 0.9, rate / 5, 10)
+        careless = Lesson("careless", 0.9, rate / 10, 10)
         lessons.append(teacher.teach(careless, lambda solved: solved <= given.target, teacher.seconds() + 60))
 
     model.to(torch.bfloat16).save_pretrained(given.folder)
