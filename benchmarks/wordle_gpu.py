@@ -4,6 +4,7 @@
     python benchmarks/wordle_gpu.py FOLDER --device cuda --minutes 5            goes on from where that ended
     python benchmarks/wordle_gpu.py FOLDER --device cuda --minutes 3 --arms --slow 100 --rates 1e-6 3e-6
     python benchmarks/wordle_gpu.py FOLDER --device cpu --minutes 1             a tiny model, on two cores
+    python benchmarks/wordle_gpu.py --tables RESULT.json                        as in docs/wordle-gpu.md
 
 Every arm has a trainer (examples/wordle_trl.py), a rollout server and an environment, each a process of its own; all
 use one SeaweedFS. They start from the same checkpoint (examples/wordle_start.py), with the same seeds, train for the
@@ -32,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +82,7 @@ TRAINING = {
 }  # fmt: skip
 ON_CUDA = {
     "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 48,
-    "gradient_checkpointing": "False",
+    "gradient_checkpointing": "False", "attention": "torch",
 }  # fmt: skip
 ON_CPU = {
     "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 48,
@@ -299,7 +300,7 @@ class Arm:
                  self.case.sync, "--model", str(given.model), "--run", self.run, "--env-url", self.env_url,
                  "--server-url", self.server_url, "--guesses", str(GAME["guesses"])]  # fmt: skip
         options = [word for name, value in training.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        return [*words, *options, *given.passed], self._line("trainer")
+        return [*words, *options], self._line("trainer")
 
     def _line(self, who: str) -> dict[str, str]:
         return {**self._bucket.environment, "AWS_ENDPOINT_URL": self.endpoints[who]}
@@ -314,7 +315,8 @@ class Arm:
 def _environment() -> dict[str, str]:
     path = [str(ROOT / "src"), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
-        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
+        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
         "DELTAWIRE_HEARTBEAT": "5",
         # of a request for a version that the trainer accepts: full weights take long over a slow line
@@ -470,7 +472,7 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
 def progress(arm: Arm) -> str:
     games = arm.games.all[-WINDOW:]
     step = arm.steps.all[-1]["step"] if arm.steps.all else 0
-    sent = [line["bytes"] for line in arm.versions.all if line["version"]]
+    sent = [line["bytes"] for line in arm.versions.all if line["changed"]]
     solved = fmean(game["reward"] >= SOLVED for game in games) if games else 0.0
     reward = fmean(game["reward"] for game in games) if games else 0.0
     return (
@@ -520,7 +522,8 @@ def syncs(arm: Arm) -> list[dict[str, Any]]:
 def figures(arm: Arm) -> dict[str, Any]:
     when = spans(arm)
     seconds = sum(end - begin for begin, end in when)
-    sent = [line for line in arm.versions.all if line["version"]]
+    # the first sync is before the first step, and changes nothing
+    sent = [line for line in arm.versions.all if line["version"] and line["changed"]]
     steps = max((line["step"] for line in arm.steps.all), default=0)
     followed = syncs(arm)
     played = arm.of("played")
@@ -547,6 +550,7 @@ def figures(arm: Arm) -> dict[str, Any]:
         "changed_later_half": fmean(line["changed"] / line["elements"] for line in late) if late else None,
         "steps_per_hour": 3600 * steps / seconds if seconds else None,
         "versions": len(sent),
+        "served": len(followed),
         "anchors": sum("anchor" in line["kinds"] for line in sent),
         "sync_s": _spread([sync["seconds"] for sync in followed]),
         "server_s": _spread([sync["server_s"] for sync in followed]),
@@ -614,7 +618,7 @@ def story(given: argparse.Namespace, facts: dict[str, Any], arms: Sequence[Arm])
     """Everything that was measured in the folder, by this call and others."""
     result: dict[str, Any] = {
         **facts, "device": given.device, "engine": given.engine, "game": GAME, "model": str(given.model.name),
-        "training": {**given.training, "passed": given.passed},
+        "training": given.training,
     }  # fmt: skip
     by_place: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for arm in arms:
@@ -749,7 +753,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server-python", help="Python with vLLM; this one")
     parser.add_argument("--out", type=Path, help=f"figures as JSON ({RESULTS.relative_to(ROOT)}; on a CPU in FOLDER)")
     given, passed = parser.parse_known_args(words)
-    given.passed = passed
     given.folder = given.folder.absolute()
     given.device = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     on_cpu = given.device == "cpu"
@@ -765,7 +768,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     given.python = sys.executable
     given.server_python = given.server_python or sys.executable
     given.trainer_python = given.trainer_python or _with_trl(on_cpu)
-    # what is given wins over what is ours: argparse of TRL takes the last
+    # what is given wins over what is ours
+    for name, value in zip(passed, [*passed[1:], "--"], strict=True):
+        if name.startswith("--"):
+            given.training[name[2:].replace("-", "_")] = "True" if value.startswith("--") else value
     return given
 
 
@@ -788,6 +794,9 @@ def _with_trl(on_cpu: bool) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--tables"]:
+        print("\n\n".join(tables(json.loads(Path(sys.argv[2]).read_text()))))
+        return
     given = options()
     facts = {**about(), "command": shlex.join(["python", "benchmarks/wordle_gpu.py", *plain(sys.argv[1:])])}
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -877,6 +886,87 @@ def show(found: dict[str, Any]) -> None:
             f"{_text((one['pause_ms'] or {}).get('median'), '.1f'):>9} "
             f"{_text(of.get('staleness_mean'), '.1f'):>6} {_text(of.get('generated_tokens_per_s'), '.0f'):>9}"
         )
+
+
+ARMS = {"deltas": "deltas", "full": "full weights", "none": "no sync"}
+Cell = Callable[[dict[str, Any]], str]
+
+
+def tables(found: dict[str, Any]) -> list[str]:
+    """The tables of docs/wordle-gpu.md, in Markdown."""
+    names = [name for name in ARMS if name in found]
+    result = [_table(["", *(ARMS[name] for name in names)], [found[name]["seeds"][0] for name in names], COMPARED)]
+    for mbit, of in found.get("slow", {}).items():
+        head = [f"{mbit} Mbit/s", "deltas", "full weights"]
+        result.append(_table(head, [of[name]["seeds"][0] for name in ("deltas", "full")], SLOW))
+    if rates := sorted(found.get("rates", {}).items(), key=lambda one: float(one[0])):
+        head = ["learning rate", *(rate for rate, _ in rates), f"{found['training']['learning_rate']}, the curves"]
+        result.append(_table(head, [of["seeds"][0] for _, of in [*rates, ("", found["deltas"])]], RATES))
+    for checked in found.get("labels", {}).values():
+        away = sorted((int(name), value) for name, value in checked["mean_difference"].items())
+        head = ["versions from that of the label", *(f"{name:+d}" if name else "0" for name, _ in away)]
+        result.append(_table(head, [{"difference": value} for _, value in away], LABELS))
+    return result
+
+
+def _table(head: Sequence[str], columns: Sequence[dict[str, Any]], rows: dict[str, Cell]) -> str:
+    lines = [head, ["---"] * len(head), *([name, *map(cell, columns)] for name, cell in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _of(name: str, form: str, unit: str = "", scale: float = 1.0) -> Cell:
+    return lambda arm: _text(arm[name], form, scale) + (unit if arm[name] is not None else "")
+
+
+def _both(one: Cell, other: Cell) -> Cell:
+    return lambda arm: f"{one(arm)}, {other(arm)}"
+
+
+def _spreads(name: str, form: str, unit: str) -> Cell:
+    """Median, 90 %, longest."""
+    return lambda arm: (
+        ", ".join(f"{arm[name][of]:{form}}" for of in ("median", "p90", "max")) + unit if arm[name] else "–"
+    )
+
+
+def _sent(name: str) -> Cell:
+    def text(arm: dict[str, Any]) -> str:
+        return f"{arm[name] / 1e6:.2f} MB, {arm[name] / arm['full_bytes']:.2%}" if arm[name] else "0"
+
+    return text
+
+
+COMPARED: dict[str, Cell] = {
+    "games solved before, after": _both(_of("solved_first", ".1%"), _of("solved_last", ".1%")),
+    "in training, first and last 256 games": _both(
+        _of("solved_in_training_first", ".1%"), _of("solved_in_training_last", ".1%")
+    ),
+    "steps, seconds": _both(_of("steps", ".0f"), _of("seconds", ".0f")),
+    "steps per hour": _of("steps_per_hour", ",.0f"),
+    "sent per step, share of full weights": _sent("bytes_per_step"),
+    "the same in the later half": _sent("bytes_per_step_later_half"),
+    "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".2f", " s"),
+    "pause of the server: median, 90 %, longest": _spreads("pause_ms", ".1f", " ms"),
+    "the trainer waited per sync": _of("trainer_held_s", ".0f", " ms", 1e3),
+    "steps that a sample is old: mean, most": _both(_of("staleness_mean", ".1f"), _of("staleness_max", ".0f")),
+    "tokens generated per second": _of("generated_tokens_per_s", ",.0f"),
+    "versions, served, with full weights": _both(
+        _of("versions", ".0f"), _both(_of("served", ".0f"), _of("anchors", ".0f"))
+    ),
+}
+SLOW: dict[str, Cell] = {
+    "steps per hour": _of("steps_per_hour", ",.0f"),
+    "versions, served": _both(_of("versions", ".0f"), _of("served", ".0f")),
+    "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".1f", " s"),
+    "seconds of a step, of which it waited for samples": _both(_of("step_s", ".1f"), _of("rollout_wait_s", ".1f")),
+}
+RATES: dict[str, Cell] = {
+    "steps": _of("steps", ".0f"),
+    "sent per step, share of full weights": _sent("bytes_per_step"),
+    "the same in the later half": _sent("bytes_per_step_later_half"),
+    "changed per step in the later half": _of("changed_later_half", ".2%"),
+}
+LABELS: dict[str, Cell] = {"mean difference of log-probabilities": _of("difference", ".4f")}
 
 
 def _text(value: float | None, form: str, scale: float = 1.0) -> str:
