@@ -23,7 +23,7 @@ from deltawire.core.errors import (
 )
 from deltawire.models import ModelView
 from deltawire.store import ObjectStore
-from deltawire.trainer import adapter
+from deltawire.trainer import SnapshotDetector, adapter
 from support import column_cut, same
 from test_api import TORCH_DTYPES, torch_noise
 
@@ -40,6 +40,22 @@ def test_numpy_bits_and_torch_bfloat16_are_the_same_model() -> None:
     flipped = bits ^ np.uint16(3)
     blob = dw.encode({"w": tensor}, {"w": flipped})
     assert same(dw.decode(blob, {"w": bits}), {"w": flipped})
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_a_single_element_may_have_any_stride(dtype: torch.dtype) -> None:
+    """Torch calls it contiguous, and cannot view it in another width."""
+    every_other, column = torch_noise(dtype, (4,), 5)[1::2][:1], torch_noise(dtype, (4, 2), 6)[1:2, :1]
+    model = {"a": every_other, "b": column}
+    alone = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.items()}
+    assert {n: b.tolist() for n, b in ModelView(model)} == {n: b.tolist() for n, b in ModelView(alone)}
+    store = ObjectStore.from_url(f"memory://{uuid4().hex}")
+    with dw.Publisher(store, detector=SnapshotDetector()) as publisher:
+        publisher.publish(model, wait=True)
+    for tensor in model.values():
+        tensor.zero_()
+    dw.Replica(store, heartbeat=0).sync(model)
+    assert {n: b.tolist() for n, b in ModelView(model)} == {n: b.tolist() for n, b in ModelView(alone)}
 
 
 @pytest.mark.parametrize("wire", [None, "bf16"])

@@ -177,7 +177,7 @@ def live_tensors(model: Any) -> dict[str, Any]:
                 f"{name[:80]!r} is spread over several processes and cannot be patched in place: sync a model that is "
                 "whole, or check the version out and load that"
             )
-        if name not in again or _identity(again[name]) != _identity(tensor):
+        if name not in again or identity(again[name]) != identity(tensor):
             instead = "pass the tensors it is computed from, or check the version out and load that"
             raise UnsupportedTensor(
                 f"{name[:80]!r} of this {type(unwrapped(model)).__name__} is a copy that is made whenever it is asked "
@@ -190,7 +190,7 @@ def whereabouts(model: Any) -> dict[str, Any] | None:
     """Identity of the memory of a model's tensors, by name; None for what is neither a module nor a mapping."""
     if not isinstance(model, Mapping) and not is_module(model):
         return None
-    return {name: _identity(tensor) for name, tensor in tensors_of(model).items()}
+    return {name: identity(tensor) for name, tensor in tensors_of(model).items()}
 
 
 def checkpoint_of(model: Any) -> Any:
@@ -275,8 +275,8 @@ class ModelView:
         ties: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
-            identity = _identity(tensor)
-            first = seen.setdefault(identity, name) if identity is not None else name
+            memory = identity(tensor)
+            first = seen.setdefault(memory, name) if memory is not None else name
             if first == name:
                 self.tensors[name] = tensor
             else:
@@ -360,6 +360,8 @@ def torch_bits(tensor: Any) -> Bits:
         # an empty tensor may have a stride of 0, which torch refuses to view in another width
         return np.empty(0, dtype.unit)
     flat = tensor.detach().contiguous().cpu().reshape(-1)
+    # a single element is contiguous whatever its stride, and torch views only strides of 1 in another width
+    flat = flat.as_strided(flat.shape, (1,))
     # torch knows few unsigned dtypes: go through the signed one of the same width
     signed = flat.view(getattr(torch, _UNIT_NAMES[dtype.unit_size]))
     return signed.numpy().view(dtype.unit)  # type: ignore[no-any-return]
@@ -447,7 +449,7 @@ def _memory_of(tensors: Mapping[str, Any]) -> Any:
     """Equal as long as no tensor was replaced or moved. None where that cannot be known."""
     values, torch = list(tensors.values()), sys.modules.get("torch")
     if torch is None or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
-        identities = {name: _identity(value) for name, value in tensors.items()}
+        identities = {name: identity(value) for name, value in tensors.items()}
         # what has no identity of its own may change its shape unseen
         return None if None in identities.values() else identities
     # a model has hundreds of tensors and this runs in every publish: whole lists take a third of the time
@@ -458,7 +460,7 @@ def _memory_of(tensors: Mapping[str, Any]) -> Any:
     return [*tensors], [*map(kind.data_ptr, values)], [*map(kind.stride, values)], *own
 
 
-def _identity(tensor: Any) -> tuple[Any, ...] | None:
+def identity(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for two names of one piece of memory. None for a value that shares no memory."""
     if is_torch(tensor):
         try:

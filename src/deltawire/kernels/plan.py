@@ -42,7 +42,9 @@ def unit_bytes(tensor: Tensor) -> int:
 
 def units(tensor: Tensor, size: int | None = None) -> Tensor:
     """The flat bits of a contiguous tensor. Signed where torch can do little with the unsigned dtype of that width."""
-    return tensor.detach().reshape(-1).view(_SIGNED[size or unit_bytes(tensor)])
+    flat = tensor.detach().reshape(-1)
+    # a single element is contiguous whatever its stride, and torch views only strides of 1 in another width
+    return flat.as_strided(flat.shape, (1,)).view(_SIGNED[size or unit_bytes(tensor)])
 
 
 def widen(bits: Tensor) -> Tensor:
