@@ -6,6 +6,7 @@ import gzip
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from deltawire.core.errors import (
     TruncatedFile,
     Unsupported,
 )
-from deltawire.store import Chunks, HttpStore, ObjectInfo, Retrying, Store, open_store
+from deltawire.store import Chunks, HttpStore, ObjectInfo, Retrying, Store, http, open_store
 from deltawire.testing import StoreTests
 from soak.certificate import certificate_of
 from tests.web import Handler, WebServer, serving
@@ -270,6 +271,42 @@ def test_answers_that_are_not_what_was_asked_for(web: HttpStore, server: WebServ
     server.fault = compressed
     with pytest.raises(StoreError, match="compressed"):
         web.get("key", limit=1000)
+
+
+@pytest.mark.parametrize(
+    "head, rest",
+    [
+        ("HTTP/1.1 200 ", "O"),
+        ("HTTP/1.1 200 OK\r\nX: ", "y"),
+        ("", "HTTP/1.1 100 Continue\r\n\r\n"),
+        ("HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n", "x"),
+        ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "0"),
+        ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", "X: y\r\n"),
+    ],
+    ids=["status", "header", "interim answers", "body", "size of a chunk", "trailers"],
+)
+def test_an_answer_that_never_ends(
+    web: HttpStore, server: WebServer, store: Store, head: str, rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and a request has a limit nevertheless."""
+    store.put("key", b"body")
+    monkeypatch.setattr(http, "TOTAL_S", 0.3)
+
+    def endless(handler: Handler, key: str) -> bool:
+        handler.close_connection = True
+        handler.wfile.write(head.encode())
+        with suppress(OSError):
+            while True:
+                handler.wfile.write(rest.encode())
+                time.sleep(0.01)
+        return True
+
+    server.fault = endless
+    with pytest.raises(StoreUnavailable, match="not all of it in"):
+        web.get("key", limit=1000)
+    server.fault = None
+    monkeypatch.undo()
+    assert web.get("key").data == b"body"
 
 
 def test_an_etag_that_never_changes_hides_nothing_of_an_answer(web: HttpStore, server: WebServer, store: Store) -> None:

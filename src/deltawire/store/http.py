@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import email.utils
 import http.client
+import io
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
 from deltawire.core import keys
@@ -97,6 +98,34 @@ class _Answer:
     def is_kept(self) -> bool:
         """Whether a cache answered from what it has."""
         return self.headers.get("Age", "0").strip() != "0"
+
+
+class _Timed(io.RawIOBase):
+    """What a connection brings, for as long as a request may take: single bytes, or lines without an end, cannot keep
+    a reader waiting. http.client itself limits the time of each byte only."""
+
+    def __init__(self, connection: io.RawIOBase) -> None:
+        self._connection, self._until = connection, time.monotonic() + TOTAL_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if time.monotonic() > self._until:
+            raise TimeoutError(f"not all of it in {TOTAL_S:.0f} s")
+        return self._connection.readinto(buffer)
+
+    def close(self) -> None:
+        self._connection.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A response whose head and body together have TOTAL_S seconds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fp: io.BufferedReader = io.BufferedReader(_Timed(self.fp.detach()))
 
 
 class HttpStore:
@@ -277,8 +306,13 @@ class HttpStore:
             if self._idle:
                 return self._idle.pop()
         if self._tls is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=CONNECT_S, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+        connection.response_class = _Response
+        return connection
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -292,15 +326,13 @@ def _read(response: http.client.HTTPResponse, where: str, limit: int | None, *, 
             raise StoreError(f"{where}: a range was asked for, and more than that came back; {_RANGES}")
         check_size(where, size, limit)
 
-    whole, until = response.length, time.monotonic() + TOTAL_S
+    whole = response.length
     check(whole or 0)
     parts, size = [], 0
     while size != whole and (data := response.read1(_READ if whole is None else min(_READ, whole - size))):
         parts.append(data)
         size += len(data)
         check(size)
-        if time.monotonic() > until:
-            raise TimeoutError(f"not all of it in {TOTAL_S:.0f} s")
     if whole is not None:
         if size < whole:
             raise ConnectionError(f"the answer broke off, {whole - size:,} bytes before its end")
