@@ -429,6 +429,44 @@ class Rank:
         # every rank says something else
         self.error("differs", lambda: Publisher(self.run("refused")).publish({"a": torch.ones(4 + self.rank)}))
 
+    def recut(self) -> None:
+        """What is not where it was at the first publish is refused on each rank that sees it, and is in no version."""
+        mesh = init_device_mesh("cpu", (self.size,))
+        one, other = torch.arange(32.0).reshape(8, 4), -torch.arange(32.0).reshape(8, 4)
+
+        def cut(tensor: torch.Tensor, dim: int = 0) -> DTensor:
+            return distribute_tensor(tensor.clone(), mesh, [Shard(dim)])
+
+        def held(**tensors: torch.Tensor) -> list[dw.Shard]:
+            rows = slice(self.rank * 8 // self.size, (self.rank + 1) * 8 // self.size)
+            return [dw.Shard(name, tensor[rows], (8, 4), (rows,)) for name, tensor in tensors.items()]
+
+        rows, others = cut(one), cut(other)
+        cases: dict[str, tuple[Any, Any]] = {
+            "columns": ({"w": rows}, {"w": cut(other, 1)}),
+            "whole": ({"w": rows}, {"w": other}),
+            "more": ({"w": rows}, {"w": rows, "more": others}),
+            "less": ({"w": one, "more": other}, {"w": one}),
+            "untied": ({"w": one, "tied": one}, {"w": one, "tied": other}),
+            "untied parts": ({"w": rows, "tied": rows}, {"w": rows, "tied": others}),
+            "untied shards": (held(w=one, tied=one), held(w=one, tied=other)),
+        }
+        for name, (before, after) in cases.items():
+            publisher = Publisher(self.run(f"recut-{name}"))
+            publisher.publish(before, wait=True)
+            self.error(name, lambda publisher=publisher, after=after: publisher.publish(after))
+            publisher.publish(before, wait=True)
+            publisher.close()
+        uneven = {"w": one, "tied": one if self.rank == 0 else other}
+        self.error("untied on one rank", lambda: Publisher(self.run("recut-refused")).publish(uneven))
+        kinds = [{"w": one}, [dw.Shard("w", one, (8, 4))], iter([("w", one)])]
+        for first, second in ((0, 1), (1, 2), (2, 0)):
+            model = kinds[first if self.rank == 0 else second]
+            self.error(
+                f"kinds {first} {second}",
+                lambda model=model: Publisher(self.run("recut-refused")).publish(model, step=1),
+            )
+
     def upload_fails(self) -> None:
         """The last rank cannot put its part of version 2."""
         failed: list[str] = []

@@ -32,8 +32,9 @@ from deltawire.core.errors import SchemaError, SchemaMismatch, UnsupportedTensor
 from deltawire.core.manifest import Link, Manifest
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.state import State
-from deltawire.models import torch_bits
+from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
+from deltawire.trainer.shard import HeldShards
 from deltawire.trainer.shards import flat_regions, merge, share_out, tiles
 
 pytestmark = pytest.mark.timeout(2 * LIMIT)
@@ -65,7 +66,9 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One start for all scenarios, of ranks that share their imports. In the last one rank 1 is killed."""
-    scenarios = "fsdp,ddp,view,upload_fails,out_of_step,resume,refused,adamw,contradicted,interrupted,unequal/killed"
+    scenarios = (
+        "fsdp,ddp,view,recut,upload_fails,out_of_step,resume,refused,adamw,contradicted,interrupted,unequal/killed"
+    )
     return run_ranks([], tmp_path_factory.mktemp("two"), scenarios, 2, dies=1)
 
 
@@ -154,6 +157,49 @@ def test_what_cannot_be_published_together_is_refused_on_every_rank(two: Trained
     for report in two.reports:
         assert report["partial"][0] == report["differs"][0] == "SchemaMismatch"
     assert not (two.folder / "refused" / "run.json").exists()
+
+
+def test_what_lies_elsewhere_than_before_is_refused_and_never_read_as_something_else(two: Trained) -> None:
+    words = {
+        "columns": "holds other parts of 'w' than",
+        "whole": "holds other parts of 'w' than",
+        "more": "holds other parts of 'more' than",
+        "less": "holds other parts of 'more' than",
+        "untied": "'tied' is tied to 'w'",
+        "untied parts": "'tied' is tied to 'w'",
+        "untied shards": "'tied' is tied to 'w'",
+        "untied on one rank": "'tied' is tied to 'w'",
+    }
+    for report in two.reports:
+        for name, expected in words.items():
+            kind, message = report[name]
+            assert (kind, expected in message) == ("SchemaMismatch", True), message
+        for first, second in ((0, 1), (1, 2), (2, 0)):
+            kind, message = report[f"kinds {first} {second}"]
+            kinds = "a model", "shards", "weights one by one"
+            assert kind == "OutOfStep"
+            assert f"rank 0: publish 1 of {kinds[first]}, step=1, rank 1: publish 1 of {kinds[second]}" in message
+    for name in [*words][:-1]:
+        assert [m.changed for m in two.manifests(f"recut-{name}")[1:]] == [0]
+    assert not (two.folder / "recut-refused" / "run.json").exists()
+
+
+def test_one_memory_in_two_shapes_or_dtypes_is_not_tied() -> None:
+    square = torch.arange(16, dtype=torch.bfloat16).reshape(4, 4)
+    shards = [
+        dw.Shard("w", square, (4, 4)),
+        dw.Shard("tied", square.detach(), (4, 4)),
+        dw.Shard("transposed", square.T, (4, 4)),
+        dw.Shard("bits", square.view(torch.int16), (4, 4)),
+    ]
+    held = HeldShards(shards)
+    view = ModelView({name: pieces.mark for name, pieces in held.tensors.items()})
+    assert view.schema.ties == {"tied": "w"}
+    assert {tensor.name: tensor.dtype for tensor in view.schema.tensors} == {
+        "w": "BF16",
+        "transposed": "BF16",
+        "bits": "I16",
+    }
 
 
 def test_what_the_optimizer_notes_of_its_shards_is_what_a_snapshot_finds(two: Trained) -> None:

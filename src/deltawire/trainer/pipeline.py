@@ -55,6 +55,7 @@ from .pairs import NOTHING, OneByOne, Pairs, is_pairs
 from .pending import PendingVersion, Progress, Published
 from .policy import AnchorPolicy, EncodingChooser
 from .rebuild import Rebuild
+from .shard import HeldShards
 from .writer import VersionWriter
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class Pipeline:
             return cast(Model, model)
         group = self._group
         with group.all_or_none():
-            self._require_same_publish(step)
+            self._require_same_publish(model, step)
             group.on_rank_0(self.open_run)
             schema = self._committer.run.schema if self._committer else None
             captures = self._session.captures if self._session else None
@@ -256,15 +257,20 @@ class Pipeline:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
         with self._group.all_or_none():
             if self._session is None or self._local.view is not None:
-                self._require_same_publish(step)
+                self._require_same_publish(model, step)
             return self._open_by_all(model, progress, must_match)
 
-    def _require_same_publish(self, step: int | None) -> None:
-        """Before ranks read each other's weights: raise OutOfStep on all of them if these are of different steps."""
-        heard = self._group.exchange((self._publishes, step))
+    def _require_same_publish(self, model: Model | Pairs, step: int | None) -> None:
+        """Before ranks read each other's weights: raise OutOfStep on all of them if these are of different steps, or
+        handed in as different things."""
+        shards = isinstance(model, HeldShards)
+        kind = "shards" if shards else "weights one by one" if is_pairs(model) else "a model"
+        heard = self._group.exchange((self._publishes, step, kind))
         if len({*heard}) > 1:
-            calls = ", ".join(f"rank {n}: publish {count}, step={at}" for n, (count, at) in enumerate(heard))
-            error = OutOfStep(f"ranks publish different steps together ({calls}): was one interrupted? {RESTART}")
+            calls = ", ".join(
+                f"rank {n}: publish {count} of {what}, step={at}" for n, (count, at, what) in enumerate(heard)
+            )
+            error = OutOfStep(f"ranks publish different things together ({calls}): was one interrupted? {RESTART}")
             self.background.give_up(error)
             raise self._group.agreed(error)
 

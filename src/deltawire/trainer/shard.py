@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..core.errors import SchemaMismatch, UnsafeName, UnsupportedTensor
-from ..models import is_module, is_torch
+from ..models import identity, is_module, is_torch
 
 Where = tuple[slice, ...] | range
 
@@ -123,16 +123,11 @@ class HeldShards:
                         f"{part.tensor.dtype} {list(part.full_shape)} in two shards of one rank"
                     )
             # one memory under two names is tied, unless there is none
-            memory = tuple((p.tensor.data_ptr(), _shown(p.where)) for p in parts if p.tensor.numel())
+            memory = tuple((identity(p.tensor), _shown(p.where)) for p in parts if p.tensor.numel())
             mark = marks.setdefault((memory or name, first.full_shape), first.tensor.new_empty(1))
             pieces = tuple((part.tensor.detach(), part.where) for part in parts)
             found[name] = Pieces(first.full_shape, first.tensor.dtype, mark, pieces)
         return found
-
-    @property
-    def cut(self) -> Mapping[str, object]:
-        """How each tensor is cut here."""
-        return {n: (t.shape, t.dtype, [_shown(where) for _, where in t.pieces]) for n, t in self.tensors.items()}
 
 
 def as_held(model: Any, *, nothing: bool) -> Any:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema, TensorSpec, listed
 from ..huggingface import Band
-from ..models import ModelView, torch_bits
+from ..models import ModelView, identity, torch_bits
 from ..views.blocks import Blocks, Grid
 from ..views.host import Place
 from .adamw import AdamWDetector, local_tensor
@@ -95,7 +95,8 @@ class Shards(LocalModel):
     """Of a view: the scales that this rank writes."""
     _group: Group
     _cut: Mapping[str, object] | None = None
-    """How the shards that this rank was given are cut."""
+    """How what this rank holds is cut."""
+    _ties: Mapping[str, str]
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -105,16 +106,16 @@ class Shards(LocalModel):
         self._cut = None
         schemas = group.together(lambda: self._schema_of(model))
         schema = group.each(lambda: merge(schemas)) if isinstance(model, HeldShards) else schemas[0]
+        self._ties = schema.ties
         held = group.together(lambda: self._hold(model, schema, group.rank))
         holders = group.each(lambda: tiles(held, schema))
         if isinstance(model, HeldShards):
             self._require_equal_copies(model, holders, group)
-            self._cut = model.cut
         mine = share_out(holders, group.size)[group.rank]
         by_tile = {part.region: part for part in self._cut_to(holders)}
         self._parts = self._written = [by_tile[tile] for tile in holders if tile in mine]
         view = group.each(lambda: self._view(model))
-        self._schema = view.schema
+        self._cut, self._schema = cut_of(self._tensors(model)), view.schema
         if self.view is None:
             return schema, view
         self._blocks, self._group = Blocks(schema, self.view), group
@@ -128,7 +129,6 @@ class Shards(LocalModel):
         return self._blocks.schema, self._viewed_parts(view)
 
     def source(self, model: Any) -> Source:
-        self._require_same_cut(model)
         view = self._view(model)
         if view.schema != self._schema:
             raise SchemaMismatch("this model is cut in another way than the one published before")
@@ -220,14 +220,22 @@ class Shards(LocalModel):
                         )
                     )
 
-    def _require_same_cut(self, model: Any) -> None:
-        if self._cut is None and not isinstance(model, HeldShards):
-            return
-        cut = model.cut if isinstance(model, HeldShards) else {}
-        before = self._cut or {}
+    def _require_same_cut(self, tensors: Mapping[str, Any]) -> None:
+        """Raise SchemaMismatch where this rank holds other parts than before, or tensors are tied no longer: what would
+        be read instead are other weights."""
+        cut = cut_of(tensors)
+        before = cut if self._cut is None else self._cut
         if cut != before:
             names = [name for name in {**before, **cut} if before.get(name) != cut.get(name)]
             raise SchemaMismatch(f"this rank holds other parts of {listed(names)} than when it published before")
+        for alias, stored in self._ties.items():
+            if alias in tensors and stored in tensors:
+                one, other = identity(_stand_in(tensors[alias])), identity(_stand_in(tensors[stored]))
+                if one != other and None not in (one, other):
+                    raise SchemaMismatch(
+                        f"{alias!r} is tied to {stored!r} in the run, and has memory of its own here; publish weights "
+                        "that are not tied to an address of their own"
+                    )
 
     def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
         """Note and return all regions that this rank holds."""
@@ -258,6 +266,7 @@ class Shards(LocalModel):
     def _view(self, model: Any) -> ModelView:
         """The regions that this rank writes, each as a tensor of its own."""
         tensors = self._tensors(model)
+        self._require_same_cut(tensors)
         with torch.no_grad():
             local = {part.name: part.cut(_local(tensors[part.region.tensor.name], part)) for part in self._parts}
         view = ModelView(local, self._wire_dtype, known=self._known, of=model)
@@ -276,6 +285,19 @@ def _stand_in(tensor: Any) -> Tensor:
     whole = tensor.whole if isinstance(tensor, Band) else tensor
     local = whole.mark if isinstance(whole, Pieces) else local_tensor(whole)
     return local.new_empty(0) if isinstance(tensor, Band) else local
+
+
+def cut_of(tensors: Mapping[str, Any]) -> dict[str, object]:
+    """How the tensors of a rank are cut: equal for two models of which it holds the same parts."""
+    found: dict[str, object] = {}
+    for name, tensor in tensors.items():
+        whole, how = (tensor.whole if isinstance(tensor, Band) else tensor), cast(object, None)
+        if isinstance(whole, Pieces):
+            how = whole.dtype, [where for _, where in whole.pieces]
+        elif isinstance(whole, DTensor):
+            how = whole.device_mesh, whole.placements
+        found[name] = tensor.shape, tensor.row if isinstance(tensor, Band) else 0, how
+    return found
 
 
 def merge(schemas: Sequence[Schema]) -> Schema:
