@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import uuid
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -299,6 +300,25 @@ def test_a_source_that_was_wiped_begins_at_the_base(tmp_path: Path, follows: boo
     for number, weights in enumerate(again[1:], 4):
         assert same(weights_of(run, number), weights)
     assert take(source, run, base) == []
+
+
+@pytest.mark.parametrize("write", (write_delta, write_skyrl))
+def test_a_step_that_changed_nothing_is_another_one_after_a_wipe(tmp_path: Path, write: Callable[..., Path]) -> None:
+    """It has no checksums, and the step before it may have been another one."""
+    start, source, run = model(), tmp_path / "source", tmp_path / "run"
+    base = write_base(tmp_path / "base", start)
+    for seed in (1, 2):
+        first = trained(start, seed)
+        write(source, 1, start, first)
+        write(source, 2, first, first)
+        take(source, run, base)
+        # what changed nothing is not what says so
+        assert take(source, run, base) == []
+        if seed == 1:
+            shutil.rmtree(source)
+    write(source, 3, first, last := {**first, "norm.weight": trained(first, 3, 0.5)["norm.weight"]})
+    assert numbers(take(source, run, base)) == [("delta", "3", 5)]
+    assert same(weights_of(run, 5), last)
 
 
 def test_a_training_that_was_resumed_goes_on_from_the_checkpoint_that_is_given(tmp_path: Path) -> None:

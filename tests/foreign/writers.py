@@ -101,7 +101,9 @@ def write_delta(
     changed = [key for key in new if new[key].tobytes() != old[key].tobytes()]
     where: dict[str, str] = {}
     for n in range(files):
-        part = changed[n::files]
+        # no file without tensors, as of a step that changed nothing
+        if not (part := changed[n::files]):
+            continue
         file = f"model-{n:05d}-of-{files:05d}.safetensors"
         data = {key: payloads.get(key, packed(old[key], new[key], encoding)) for key in part}
         arrays = {key: np.frombuffer(value, np.uint8) for key, value in data.items()}
@@ -124,7 +126,8 @@ def write_skyrl(root: Path, number: int, old: Model, new: Model) -> Path:
     folder.mkdir(parents=True)
     file = "delta-rank00000-file000000.safetensors"
     data = {key: packed(old[key], new[key], "xor") for key in new if new[key].tobytes() != old[key].tobytes()}
-    (folder / file).write_bytes(st.save({key: np.frombuffer(value, np.uint8) for key, value in data.items()}))
+    if data:
+        (folder / file).write_bytes(st.save({key: np.frombuffer(value, np.uint8) for key, value in data.items()}))
     records = [
         {
             "name": key, "dtype": "bfloat16", "shape": new[key].shape, "uncompressed_num_bytes": new[key].nbytes,
@@ -133,6 +136,11 @@ def write_skyrl(root: Path, number: int, old: Model, new: Model) -> Path:
         }
         for key, value in data.items()
     ]  # fmt: skip
-    manifest = {"version": number, "base_version": number - 1, "tensors": records, "payload_files": [file]}
+    manifest = {
+        "version": number,
+        "base_version": number - 1,
+        "tensors": records,
+        "payload_files": [file] if data else [],
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

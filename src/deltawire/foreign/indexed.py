@@ -125,7 +125,7 @@ def _version(
     if len(payloads) != len(weight_map):
         missing = next(name for name in weight_map if name not in payloads)
         raise CountMismatch(f"{folder.where}{weight_map[missing][:80]} lacks the tensor {missing[:80]!r}")
-    if not algorithm:
-        # nothing says which weights these are
+    if not algorithm or not payloads:
+        # nothing says which weights these are: no checksum, or no change to the version before
         marks += [str(folder.stamp_of({*weight_map.values(), INDEX}))]
     return ForeignVersion(folder.name, version, base, encoding, payloads, nbytes, identify(iter(marks)))

@@ -79,5 +79,8 @@ def read(folder: Folder, most: int) -> ForeignVersion | None:
                 raise CountMismatch(f"{folder.where}{name}: tensor {key[:80]!r} is not there by the manifest")
     version, base = str(manifest.version), str(manifest.base_version)
     marks = [version, base, *(text for name in sorted(records) for text in (name, records[name].checksum))]
+    if not records:
+        # nothing changed: as in indexed.py, only when it was written says which weights these are
+        marks += [str(folder.stamp_of({MANIFEST}))]
     nbytes = len(data) + sum(folder.size(name) for name in files)
     return ForeignVersion(folder.name, version, base, XOR, payloads, nbytes, identify(iter(marks)))
