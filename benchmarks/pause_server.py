@@ -32,6 +32,9 @@ after it is served. The control phase is cut into windows of the same lengths. I
 A phase with `preemptions` above 0 measured a server with too little memory for the streams: clients wait for it.
 `--view fp8-block` publishes the same steps as fp8 (docs/fp8.md), to a server that was started from an fp8 checkpoint.
 With `--engine sglang`, memory and rivals are not measured.
+`--alone FOLDER` is for a model of which the machine has no room for two: its checkpoint is made in this folder, which
+should be in memory, and all versions before the server starts. At the end the server is stopped, the last version is
+computed again and written over the checkpoint, and a fresh load of it must have the weights that the server had.
 `--chart RESULT.json CHART.svg` draws tokens around a sync.
 `--make FOLDER` only makes the versions of these phases; `--made FOLDER` measures with what that has made, or is making.
 `--turns FOLDER` is for measuring several servers that are started at once: before each phase it waits for a file of its
@@ -45,6 +48,7 @@ import asyncio
 import gc
 import importlib
 import json
+import math
 import os
 import random
 import shlex
@@ -54,7 +58,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -87,6 +92,8 @@ SLOT_S = 1.2
 """Time between two syncs of the other phases, at least."""
 AFTER_S = 0.25
 """How long a window goes on once the version is served."""
+_SHARD = 1 << 31
+"""Bytes of a file of a checkpoint that is written in several."""
 _AT_ONCE = 1 << 26
 """Weights that are changed at a time, when versions are made."""
 FEW = 1e-4
@@ -102,8 +109,15 @@ def _sizes(shape: str, layers: int) -> dict[str, Any]:
 
 def make_model(folder: Path, sizes: dict[str, Any], device: str) -> Path:
     """A random bf16 checkpoint with config and tokenizer, made on the device: seconds for 16 GB."""
-    import torch
     from safetensors.torch import save_file
+
+    weights, _ = random_weights(sizes, device)
+    _write_config(folder, sizes)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _write_config(folder: Path, sizes: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -114,20 +128,79 @@ def make_model(folder: Path, sizes: dict[str, Any], device: str) -> Path:
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     config.architectures = ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    generator = torch.Generator(device).manual_seed(0)
-    tensors = {}
-    for name, shape in _tensors(sizes):
-        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        tensors[name] = made.fill_(1.0) if len(shape) == 1 else made.normal_(0, 0.02, generator=generator)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
     ).save_pretrained(folder)
-    return folder
+
+
+def random_weights(sizes: dict[str, Any], device: str) -> tuple[dict[str, Any], Any]:
+    """Random weights, and the memory that they lie in one after the other."""
+    import torch
+
+    shapes = dict(_tensors(sizes))
+    memory = torch.empty(sum(map(math.prod, shapes.values())), dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    tensors, at = {}, 0
+    for name, shape in shapes.items():
+        made = tensors[name] = memory[at : at + math.prod(shape)].view(shape)
+        made.fill_(1.0) if len(shape) == 1 else made.normal_(0, 0.02, generator=generator)
+        at += made.numel()
+    return tensors, memory
+
+
+def write_alone(folder: Path, sizes: dict[str, Any], weights: dict[str, Any], view: str | None) -> None:
+    """Write weights, or the view of them, as a checkpoint: several files at once, and no copy of all in between."""
+    from deltawire.core.full import INDEX_NAME
+    from deltawire.models import ModelView
+    from deltawire.views.blocks import Blocks, with_config
+    from deltawire.views.device import BlockModel
+
+    _write_config(folder, sizes)
+    tensors = weights
+    if view:
+        source = ModelView(weights)
+        viewed = BlockModel(source, Blocks(source.schema, view))
+        tensors, config = viewed.tensors, folder / "config.json"
+        config.write_bytes(with_config(config.read_bytes(), viewed.schema, view))
+    shards: list[dict[str, Any]] = [{}]
+    for name, tensor in tensors.items():
+        if sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > _SHARD:
+            shards.append({})
+        shards[-1][name] = tensor
+    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_write_shard, [folder / name for name in names], shards))
+    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(t.nbytes for t in tensors.values())
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
+
+
+def _write_shard(path: Path, tensors: dict[str, Any]) -> None:
+    import torch
+
+    from deltawire.core import container
+
+    names = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    head = container.build(((n, names[t.dtype], tuple(t.shape)) for n, t in tensors.items()), {"format": "pt"})
+    with path.open("wb") as out:
+        out.write(head)
+        for tensor in tensors.values():
+            out.write(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+
+
+def write_last(folder: Path, sizes: dict[str, Any], device: str, order: list[Any], view: str | None) -> None:
+    """Compute the last version from nothing but the seeds, and write it over the checkpoint in a folder."""
+    import torch
+
+    weights, memory = random_weights(sizes, device)
+    generator = torch.Generator(device).manual_seed(1)
+    for _, density in order:
+        _move(memory, density, generator)
+    write_alone(folder, sizes, weights, view)
 
 
 def _tensors(sizes: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -239,10 +312,17 @@ def _pin_session(session: int, cores: list[int]) -> None:
 
 
 def make_versions(
-    model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool, view: str | None = None
+    model: Path,
+    folder: Path,
+    device: str,
+    order: list[tuple[str, float]],
+    last: bool,
+    view: str | None = None,
+    sizes: dict[str, Any] | None = None,
 ) -> None:
     """Publish version 0, a reference to the model, version 1, which is the same, and one for each (encoding, density).
-    With a view, version 0 is the view of the model's weights, written to folder/served too.
+    With a view, version 0 is the view of the model's weights, written to folder/served too. With `sizes`, the model is
+    made first and its checkpoint, of the view if there is one, is what version 0 points to.
 
     What each adds to the bucket is kept as folder/VERSION, as links (that of 0 with 1), and a line about it in
     folder/made.jsonl. With `last`, the newest version is written as a checkpoint, and what one more step would change
@@ -259,7 +339,16 @@ def make_versions(
             out.write(json.dumps(line) + "\n")
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = load_file(model / "model.safetensors", device=device)
+    clock = time.monotonic()
+    if sizes:
+        weights, memory = random_weights(sizes, device)
+        write_alone(model, sizes, weights, view)
+        changing = [memory]
+    else:
+        weights = load_file(model / "model.safetensors", device=device)
+        changing = [*weights.values()]
+    if sizes:
+        print(f"{model} is written after {time.monotonic() - clock:.0f} s", flush=True)
     generator = torch.Generator(device).manual_seed(1)
     bucket, seen = folder / "made", {}
     publisher, current = None, ""
@@ -273,14 +362,15 @@ def make_versions(
                 if device == "cuda":
                     torch.cuda.empty_cache()
             source: dict[str, Any] = {"view": view, "files": model} if view else {"reference": model}
+            source |= {"reference": model} if sizes else {}
             publisher, current = Publisher(bucket, encoding=encoding, anchor_ratio=100.0, **source), encoding
             if version > 1:
                 publisher.resume(weights)
-            elif view:
+            elif view and not sizes:
                 publisher.publish(weights).result(600)
                 write_version(str(bucket), 0, folder / "served")
         if density:
-            for tensor in weights.values():
+            for tensor in changing:
                 _move(tensor, density, generator)
         assert publisher is not None
         result = publisher.publish(weights).result(600)
@@ -290,6 +380,8 @@ def make_versions(
             "version": version, "encoding": encoding, "changed": result.changed, "bytes": result.bytes,
             "timings": result.timings, "at": time.time(),
         })  # fmt: skip
+        if sizes:
+            print(f"version {version} is made after {time.monotonic() - clock:.0f} s", flush=True)
     assert publisher is not None
     publisher.close()
     if last and view:
@@ -416,32 +508,47 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
         "streams": options.streams, "poll_s": options.poll, "view": options.view,
         "weights": sum(int(np.prod(shape)) for _, shape in _tensors(sizes)),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="deltawire-pause-", dir=options.scratch) as name:
-        folder = Path(name)
+    with ExitStack() as opened:
+        temporary = tempfile.TemporaryDirectory(prefix="deltawire-pause-", dir=options.scratch)
+        folder, clock = Path(opened.enter_context(temporary)), time.monotonic()
         followed, other = folder / "run", folder / "other"
         device = "cuda" if ON_GPU else "cpu"
-        model = options.model or make_model(folder / "model", sizes, device)
+        if options.alone:
+            place = tempfile.TemporaryDirectory(prefix="deltawire-alone-", dir=options.alone)
+            model = Path(opened.enter_context(place))
+        else:
+            model = options.model or make_model(folder / "model", sizes, device)
         making = _Making(options, model, folder, device)
-        making.wait(1)
+        making.wait(None if options.alone else 1)
+        if options.alone:
+            making.end()
+            report["start"] = {"made_s": time.monotonic() - clock, "made": _host_memory()}
+            print(f"all versions are made: {report['start']}", flush=True)
         versions = Versions(making.folder, making.made)
         versions.publish(followed)
         versions.publish(other, 1)
         made = importlib.import_module(f"{options.engine}_live").Server
-        served = making.folder / "served" if options.view else model
+        served = making.folder / "served" if options.view and not options.alone else model
+        clock = time.monotonic()
         server = made(served, folder / "log", run=followed, flags=_flags(options), DELTAWIRE_POLL=str(options.poll),
                       DELTAWIRE_HEARTBEAT=None)  # fmt: skip
         try:
             server.wait(limit=500)
             print(f"server is up: {server.status()}", flush=True)
+            if options.alone:
+                report["start"] |= {"server_s": time.monotonic() - clock, "served": _host_memory(server.process.pid)}
             making.wait()
             # not before: what is compiled at the start may use all cores
             _pin_session(server.process.pid, server_cores)
             print(f"{len(making.made)} versions are made", flush=True)
             cores_left = cores[half : half + quarter] or cores
-            _Phases(
+            phases = _Phases(
                 options, report, server, versions, followed, other, client_cores, cores_left, making.folder, save
-            ).run()
+            )
+            phases.run()
             report["status"] = server.status()
+            if options.alone and "equal" in options.phases:
+                phases.compare_alone(lambda: write_last_elsewhere(model, sizes, device, options), model)
         except BaseException:
             print(server.tail())
             raise
@@ -450,6 +557,27 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
             server.stop()
             if options.log:
                 options.log.write_bytes((folder / "log").read_bytes())
+
+
+def write_last_elsewhere(model: Path, sizes: dict[str, Any], device: str, options: argparse.Namespace) -> None:
+    """In a process of its own, whose memory on the device is free again at its end."""
+    given = json.dumps([str(model), sizes, device, [*_order(options)], options.view])
+    subprocess.run([sys.executable, __file__, "--as", "last", given], check=True)
+
+
+def _host_memory(session: int | None = None) -> dict[str, float]:
+    """GB of host memory: in use and in shared memory, of the machine; private to the processes of a session."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = {line.partition(":")[0]: int(line.split()[1]) / 1e6 for line in lines}
+    result = {"total": found["MemTotal"], "used": found["MemTotal"] - found["MemAvailable"], "shared": found["Shmem"]}
+    if session is not None:
+        result["private"] = 0.0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                    said = dict(line.split(":", 1) for line in (stat.parent / "status").read_text().splitlines())
+                    result["private"] += int(said.get("RssAnon", "0").split()[0]) / 1e6
+    return {name: round(size, 2) for name, size in result.items()}
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -476,9 +604,14 @@ def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
             yield from [(encodings[0], options.density)] * sum(_slots(options))
         elif phase == "memory":
             for encoding in encodings:
-                yield from [(encoding, options.density)] * 3
+                yield from [(encoding, options.density)] * _of_memory(options)
         elif phase == "prefixes":
             yield from [(encodings[0], FEW)] * options.syncs[0]
+
+
+def _of_memory(options: argparse.Namespace) -> int:
+    """Versions of the memory phase."""
+    return 1 if options.alone else 3
 
 
 def _slots(options: argparse.Namespace) -> list[bool]:
@@ -501,10 +634,10 @@ class _Making:
         self.folder, self.made, self._done = options.made or folder, list[dict[str, Any]](), False
         self._process = None
         if not options.made:
-            last = {"equal", "rivals"} & {*options.phases} != set()
-            command = [sys.executable, __file__, "--as", "publisher", str(model), str(folder), device,
-                       json.dumps([*_order(options)]), str(int(last)), options.view or ""]  # fmt: skip
-            self._process = subprocess.Popen(command)
+            last = {"equal", "rivals"} & {*options.phases} != set() and not options.alone
+            sizes = _sizes(options.shape, options.layers) if options.alone else None
+            given = json.dumps([str(model), str(folder), device, [*_order(options)], last, options.view, sizes])
+            self._process = subprocess.Popen([sys.executable, __file__, "--as", "publisher", given])
 
     def wait(self, version: int | None = None) -> None:
         """Until a version is made; without one, until all are."""
@@ -519,6 +652,11 @@ class _Making:
             if failed:
                 raise SystemExit("the process that makes versions has failed")
             time.sleep(0.2)
+
+    def end(self) -> None:
+        """Wait until the process has ended by itself."""
+        if self._process is not None and self._process.wait(120):
+            raise SystemExit("the process that makes versions has failed")
 
     def stop(self) -> None:
         if self._process is not None:
@@ -549,11 +687,18 @@ class _Phases:
         self.followed, self.other, self.cores, self.folder, self.save = followed, other, cores, folder, save
         self.quiet: tuple[Gaps, Window] | None = None
         """Of the control phase, and when it was measured."""
+        self.device: dict[str, int] = {}
+        """Memory of the device before the first version."""
 
     def run(self) -> None:
+        if "memory" in self.options.phases:
+            self.device = self._rpc("device_memory")[0]
         for _ in range(2 * len(_encodings(self.options))):
             self._sync()
         for phase in self.options.phases:
+            if phase == "equal" and self.options.alone:
+                # last of all, without the server
+                continue
             wait_for_turn(self.options.turns, phase)
             clock, preempted = time.monotonic(), self._preemptions()
             if phase in ENCODINGS:
@@ -661,13 +806,13 @@ class _Phases:
         time.sleep(2)
         for encoding in _encodings(self.options):
             extra = []
-            for _ in range(3):
+            for _ in range(_of_memory(self.options)):
                 before = self._rpc("device_memory")[0]
                 made = self._command()
-                extra.append(int(self._rpc("device_memory")[0]["peak"]) - int(before["now"]))
-            allowed = 12 * made["changed"] + (64 << 20)
-            found[encoding] = {"changed": made["changed"], "extra_bytes": extra, "allowed_bytes": allowed}
-        return found
+                after = self._rpc("device_memory")[0]
+                extra.append(int(after["peak"]) - int(before["now"]))
+            found[encoding] = {"changed": made["changed"], "extra_bytes": extra, "device": after}
+        return {**found, "start": self.device, "host": _host_memory(self.server.process.pid)}
 
     def _prefixes(self) -> dict[str, Any]:
         """The first request under each version must find nothing in the cache, and the others what it left there."""
@@ -719,6 +864,26 @@ class _Phases:
             "guard": self.server.status()["guard"],
             "different": [name for name in live if live[name] != fresh.get(name)][:5],
         }  # fmt: skip
+
+    def compare_alone(self, write_last: Callable[[], None], model: Path) -> None:
+        """The weights of the server, which ends, against a fresh load of the last version, computed anew."""
+        from vllm_fresh import fresh_checksums
+
+        clock, status = time.monotonic(), self.server.status()
+        live = self._rpc("fingerprints")[0]
+        self.server.stop()
+        stopped = time.monotonic()
+        write_last()
+        written = time.monotonic()
+        fresh = fresh_checksums([model], 1, ("--gpu-memory-utilization", "0.9"), fingerprints=True)[0]
+        fresh = {name.split(":", 4)[-1]: value for name, value in fresh.items()}
+        self.report["equal"] = {
+            "tensors": len(live), "equal": live == fresh, "version": status["version"], "guard": status["guard"],
+            "different": [name for name in live if live[name] != fresh.get(name)][:5],
+            "stop_s": stopped - clock, "write_s": written - stopped, "load_s": time.monotonic() - written,
+        }  # fmt: skip
+        print(f"equal: {json.dumps(self.report['equal'])}", flush=True)
+        self.save()
 
     def _rivals(self) -> dict[str, Any]:
         """There and back again, so that in the end the weights are those that the follower believes to have."""
@@ -929,9 +1094,12 @@ def main() -> None:
         elif sys.argv[2] == "trainer":
             run, publishes, every_s, out = sys.argv[3:]
             train(Path(run), int(publishes), float(every_s), Path(out))
+        elif sys.argv[2] == "last":
+            model, sizes, device, order, view = json.loads(sys.argv[3])
+            write_last(Path(model), sizes, device, order, view)
         else:
-            model, folder, device, order, last, view = sys.argv[3:]
-            make_versions(Path(model), Path(folder), device, json.loads(order), last == "1", view or None)
+            model, folder, *others = json.loads(sys.argv[3])
+            make_versions(Path(model), Path(folder), *others)
         return
     from _report import about, print_about, write_json
     from deltawire.cli.ui import ended_by_sigterm
@@ -958,6 +1126,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="note what the worker does while versions are staged")
     parser.add_argument("--make", type=Path, help="only make the versions, in this folder")
     parser.add_argument("--made", type=Path, help="folder with versions that --make has made, or is making")
+    parser.add_argument("--alone", type=Path, help="folder in memory for the checkpoint of a large model; with vLLM")
     parser.add_argument("--turns", type=Path, help="folder with files that say which phase may begin")
     parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")

@@ -702,8 +702,15 @@ def test_ranks_on_devices_are_staged_from_the_decoder_and_swapped_in_the_same_wa
 ) -> None:
     """By plain torch, on a CPU: a delta, full weights that differ little, and ones that differ in most; also where a
     version has no room on its device, or not enough for all of it. A stray write is found in the swap."""
-    monkeypatch.setattr(rank_module, "open_shard", lambda pieces, _: DeviceShard(pieces, room=room))
+
+    def on_device(pieces: Any, gb: float | None) -> DeviceShard:
+        assert (None if gb is None else portions.room_beside(0, gb)) == room
+        return DeviceShard(pieces, room=room)
+
+    monkeypatch.setattr(rank_module, "open_shard", on_device)
     monkeypatch.setattr(portions, "_LEAST_CHANGES", 100)
+    if room is not None:
+        monkeypatch.setenv("DELTAWIRE_STAGING_MEMORY", f"{room / 1e9:.9f}")
     world = World(tmp_path, store, loop, 2)
     try:
         assert world.sync() == 0

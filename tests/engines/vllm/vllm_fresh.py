@@ -17,8 +17,11 @@ from pathlib import Path
 HERE = Path(__file__)
 
 
-def fresh_checksums(folders: Sequence[Path], tp: int, flags: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Per folder, each a version of the same model, the checksums of all ranks, named as /weight_checker names them."""
+def fresh_checksums(
+    folders: Sequence[Path], tp: int, flags: Sequence[str] = (), *, fingerprints: bool = False
+) -> list[dict[str, str]]:
+    """Per folder, each a version of the same model, the checksums of all ranks, named as /weight_checker names them.
+    With `fingerprints`, those that the test plugin computes on the device."""
     from vllm_live import environment
 
     from deltawire_wordle.processes import free_port
@@ -29,7 +32,7 @@ def fresh_checksums(folders: Sequence[Path], tp: int, flags: Sequence[str] = ())
             [sys.executable, str(HERE), str(tp), *map(str, folders)],
             env={
                 **environment(tp), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp),
-                "FLAGS": " ".join(flags),
+                "FLAGS": " ".join(flags), "FINGERPRINTS": str(int(fingerprints)),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "VLLM_DIST_IDENT": str(port),
             },
             stdout=subprocess.PIPE,
@@ -66,6 +69,9 @@ def main() -> None:
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    compute = compute_tensor_digests
+    if os.environ["FINGERPRINTS"] == "1":
+        from vllm_test_plugin import fingerprints as compute
     flags = ["--model", folders[0], "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager",
              "--tensor-parallel-size", str(tp), *os.environ["FLAGS"].split()]  # fmt: skip
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
@@ -79,7 +85,7 @@ def main() -> None:
         config = copy.deepcopy(made)
         config.model_config.model = folder
         with set_current_vllm_config(config):
-            digests = compute_tensor_digests(get_model(vllm_config=config))
+            digests = compute(get_model(vllm_config=config))
         print(json.dumps({f"dp0:pp0:pcp0:tp{rank}:{name}": value for name, value in digests.items()}), flush=True)
 
 
