@@ -126,8 +126,8 @@ def figures(arm: Notes) -> dict[str, Any]:
         return median(values) if values else None
 
     return {
-        "solved_first": played[0]["solved"] if played else None,
-        "solved_last": played[-1]["solved"] if len(played) > 1 else None,
+        "solved_first": next((line["solved"] for line in played if line["when"] == "before"), None),
+        "solved_last": next((line["solved"] for line in reversed(played) if line["when"] == "after"), None),
         "steps": steps,
         "seconds": round(seconds, 1),
         "bytes_per_step": bytes_per_step,

@@ -76,11 +76,11 @@ TRAINING = {
     "token_budget": 0,
 }  # fmt: skip
 ON_CUDA = {
-    "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 48,
+    "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 32,
     "gradient_checkpointing": "False", "attention": "torch",
 }  # fmt: skip
 ON_CPU = {
-    "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 48,
+    "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 32,
     "learning_rate": 1e-4, "use_cpu": "True", "bf16": "False", "gradient_checkpointing": "False", "save_steps": 10,
 }  # fmt: skip
 
@@ -385,10 +385,10 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
         arm.open_gate(until)
     said = saved = read = began
     while time.time() < until + LATE_S:
-        # one that was killed after the end is left alone
         if time.time() < until:
             supervisor.look()
-        if not any(arm.trainer.running for arm in arms):
+        # one that was killed after the end is left alone, and nobody waits for uploads over a slow line
+        if not any(arm.trainer.running for arm in (arms if time.time() < until else played)):
             break
         for arm in arms:
             arm.look()
@@ -412,9 +412,9 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
     for arm in arms:
         # what comes after the last step is no training
         arm.note("ended", at=max([min(until, time.time()), *(line["at"] for line in arm.steps.all[-1:])]))
-        if arm.trainer.running:
+        if arm in played and arm.trainer.running:
             print(f"{arm.case.name}: the trainer did not end in time", flush=True)
-            arm.trainer.kill()
+        arm.trainer.kill()
 
 
 def progress(arm: Arm) -> str:
@@ -636,7 +636,7 @@ def main() -> None:
             evaluate(fresh, "before", supervisor)
         train(arms, supervisor, given.minutes, save, measured)
         with suppress(SystemExit):
-            wait_for("servers to be at the newest version", partial(behind, arms), Supervisor([], bucket), 120)
+            wait_for("servers to be at the newest version", partial(behind, measured), Supervisor([], bucket), 120)
         for arm in arms:
             with suppress(DeltawireError):
                 arm.read_run()

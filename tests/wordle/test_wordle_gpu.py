@@ -212,20 +212,26 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python() -> str:
+    """With TRL."""
+    return str(environments.trl("trl,rl"))
+
+
+@pytest.fixture(scope="module")
+def start(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that has seen a few games."""
     folder = tmp_path_factory.mktemp("start") / "model"
     words = ["--model", "tiny", "--device", "cpu", "--seconds", "5", "--batch", "8", "--games", "8"]
-    command = [str(environments.trl("trl,rl")), "examples/wordle_start.py", str(folder), *words]
+    command = [python, "examples/wordle_start.py", str(folder), *words]
     quiet = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     subprocess.run(command, cwd=ROOT, check=True, env=quiet)
     return folder
 
 
 @pytest.fixture
-def options(start: Path) -> list[str]:
+def options(python: str, start: Path) -> list[str]:
     return [
-        "--model", str(start), "--trainer-python", str(environments.trl("trl,rl")), "--games", "8", "--labels", "40",
+        "--model", str(start), "--trainer-python", python, "--games", "8", "--labels", "40",
         "--save-steps", "2", "--per-device-train-batch-size", "8", "--num-generations", "4", "--max-inflight-tasks",
         "8", "--queue-maxsize", "16", "--learning-rate", "1e-4",
     ]  # fmt: skip
