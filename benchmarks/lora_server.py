@@ -5,14 +5,18 @@
 
 A server follows two adapters of all linear layers while clients stream from its base model and from both adapters.
 Server, clients and trainer are processes of their own, on cores of their own where there are enough. Versions of both
-adapters are published in turn, each in a window of its own; after each comes a window of the same length without one.
-In milliseconds:
-    served    from the call of `publish` until new requests get the version, as the server's status shows it
-    load      of that: all ranks read the version beside the model and register it between steps
+adapters are published in turn, each in a window of its own; after each comes a control window of the same length, in
+which a version is published to a run that nobody follows. In milliseconds:
+    publish   the trainer's own part: from the call of `publish` until the version is committed
+    served    from then until new requests get the version, as the server's status shows it: the wait for the poll too
+    total     the same from when the server has noticed it; fetch, decode, stage, load: parts of it
+    load      all ranks read the version beside the model, register it between steps and copy it to their devices
     step      median time between two tokens of a base request
-    gap       the longest time between two tokens of any base request in a window, with a version and without
+    gap       the longest time between two tokens of any base request in a window, with a version and in the control
+    excess    one less the other; a list of all windows is in the result
 and the memory of all processes of the server, and of its device, after the first tenth of the versions and at the end.
-`--compare N` repeats it with other ways to load a version, N versions each.
+`--compare N` repeats it with N versions that vLLM reads itself in the workers, as it does where it arranges adapters in
+a way that cannot be learned.
 `--profile` also shows what the worker did in the longest gaps.
 `--seconds` ends it with the versions that were measured by then; `--turns FOLDER` waits, with the server up, for a file
 `versions` there, and writes `versions.done` after it (as in pause_server.py).
@@ -26,6 +30,7 @@ import shlex
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +45,6 @@ from pause_server import SHAPES, Clients, Gaps
 ADAPTERS = ("policy", "judge")
 ASK_S = 0.02
 """Between two questions for the status, in windows with and without a version."""
-USUAL = {"turn_s": 0.0005, "switch_s": 0.0005}
-OTHERS = {"copied at once": {"turn_s": 1e3}, "threads in long turns": {"switch_s": 0.005}}
-"""Other ways to load, for comparison: all layers between the same two steps; reading with Python's usual turns."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -53,12 +55,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     half, quarter = max(1, len(cores) // 2), max(1, len(cores) // 4)
     with tempfile.TemporaryDirectory(prefix="deltawire-lora-", dir=options.scratch) as name:
         folder = Path(name)
-        model = pause_server.make_model(folder / "model", SHAPES[options.shape], "cuda" if ON_GPU else "cpu")
+        sizes = pause_server._sizes(options.shape, options.layers)
+        model = pause_server.make_model(folder / "model", sizes, "cuda" if ON_GPU else "cpu")
         trainers = {
             name: AdapterTrainer(folder / name, model, seed, options.rank, every_layer=True, small_steps=True)
             for seed, name in enumerate(ADAPTERS)
         }
-        for trainer in trainers.values():
+        nobody = AdapterTrainer(folder / "nobody", model, 9, options.rank, every_layer=True, small_steps=True)
+        for trainer in (*trainers.values(), nobody):
             trainer.publish()
         flags = [
             "--max-lora-rank", str(max(16, options.rank)), "--max-model-len", "4096", "--no-enforce-eager",
@@ -75,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 os.sched_setaffinity(0, cores[half : half + quarter])
             clients = cores[half + quarter :] if len(cores) > 3 else cores
             pause_server.wait_for_turn(options.turns, "versions")
-            found = _Measurement(server, trainers, options, folder, clients).run()
+            found = _Measurement(server, trainers, nobody, options, folder, clients).run()
             pause_server.end_turn(options.turns, "versions")
             return found
         except BaseException:
@@ -87,13 +91,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 options.log.write_bytes((folder / "log").read_bytes())
 
 
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """When its window began, with the call of `publish`; when it was committed, and served; when both windows ended."""
+
+    began: float
+    committed: float
+    served: float
+    ended: float
+    control_ended: float
+    timings: dict[str, float]
+    """How long the server's phases took."""
+    read_by_engine: str
+
+
 class _Measurement:
     """Versions of all adapters in turn, under streams."""
 
     def __init__(
-        self, server: Any, trainers: dict[str, Any], options: argparse.Namespace, folder: Path, cores: list[int]
+        self,
+        server: Any,
+        trainers: dict[str, Any],
+        nobody: Any,
+        options: argparse.Namespace,
+        folder: Path,
+        cores: list[int],
     ) -> None:
-        self.server, self.trainers, self.options, self.folder, self.cores = server, trainers, options, folder, cores
+        self.server, self.trainers, self.nobody, self.options = server, trainers, nobody, options
+        self.folder, self.cores = folder, cores
         self.memory: list[dict[str, float]] = []
 
     def run(self) -> dict[str, Any]:
@@ -107,10 +132,9 @@ class _Measurement:
             "version_bytes": int(np.median([size for trainer in trainers.values() for size in trainer.sizes])),
             "memory_mb": self.memory,
         }
-        for name, tuning in OTHERS.items() if options.compare else ():
-            _rpc(self.server, "tune", **tuning)
-            found[name] = self._figures(options.compare)
-            _rpc(self.server, "tune", **USUAL)
+        if options.compare:
+            _rpc(self.server, "let_vllm_read")
+            found["read_by_vllm"] = self._figures(options.compare)
         statuses = self.server.status()["adapters"]
         return found | {
             "failures": sum(status["failures"] for status in statuses),
@@ -133,7 +157,7 @@ class _Measurement:
                 self._version(number)
             if self.options.profile:
                 _rpc(self.server, "note_adapters", on=True)
-            rows: list[tuple[float, float, float, dict[str, float]]] = []
+            rows: list[_Version] = []
             end = time.monotonic() + self.options.seconds
             while len(rows) < versions and time.monotonic() < end:
                 rows.append(self._version(len(rows)))
@@ -145,44 +169,61 @@ class _Measurement:
             gaps = Gaps(base.stop())
         for streams in others:
             assert not streams.failures, streams.failures
-        with_version = [(began, ended) for began, _, ended, _ in rows]
-        without = [(ended, 2 * ended - began) for began, ended in with_version]
-        both = [*with_version, *without]
+        windows = [(row.began, row.ended) for row in rows]
+        control = [(row.ended, row.control_ended) for row in rows]
+        both = [*windows, *control]
+        longest, in_control = gaps.longest(windows), gaps.longest(control)
+        spread = pause_server._spread
+        at = {"p50": 50, "p99": 99, "max": 100}
         return {
             "versions": len(rows),
-            "served_ms": pause_server._spread([done - began for began, done, _, _ in rows]),
+            "publish_ms": spread([row.committed - row.began for row in rows]),
+            "served_ms": spread([row.served - row.committed for row in rows]),
             **{
-                f"{phase}_ms": pause_server._spread([timings[phase] for *_, timings in rows])
+                f"{phase}_ms": spread([row.timings[phase] for row in rows])
                 for phase in ("fetch", "decode", "stage", "load", "total")
             },
             "step_ms": round(1e3 * float(np.median(np.concatenate([gaps.within(window) for window in both]))), 3),
-            "gap_with_version_ms": pause_server._spread(gaps.longest(with_version)),
-            "gap_without_ms": pause_server._spread(gaps.longest(without)),
+            "gap_with_version_ms": spread(longest),
+            "gap_control_ms": spread(in_control),
+            "excess_ms": {
+                name: round(1e3 * float(np.percentile(longest, q) - np.percentile(in_control, q)), 3)
+                for name, q in at.items()
+            },
+            "gaps_ms": {
+                "with_version": [round(1e3 * gap, 1) for gap in longest],
+                "control": [round(1e3 * gap, 1) for gap in in_control],
+            },
             "window_s": round(float(np.median([end - start for start, end in both])), 3),
             "tokens_per_s": {
-                "with_version": round(float(np.mean([gaps.rate(window) for window in with_version])), 1),
-                "without": round(float(np.mean([gaps.rate(window) for window in without])), 1),
+                "with_version": round(float(np.mean([gaps.rate(window) for window in windows])), 1),
+                "control": round(float(np.mean([gaps.rate(window) for window in control])), 1),
             },
-            **({"profile": pause_server._explained(gaps, with_version, noted)} if noted else {}),
+            "read_by_engine": sum(bool(row.read_by_engine) for row in rows),
+            **({"profile": pause_server._explained(gaps, windows, noted)} if noted else {}),
         }
 
-    def _version(self, number: int) -> tuple[float, float, float, dict[str, float]]:
-        """Publish a version, and wait as long again without one. Returns when it was published and served, when its
-        window ended, and how long the server's phases took."""
+    def _version(self, number: int) -> _Version:
+        """Publish a version, and then for as long again one that nobody follows."""
         from vllm_adapters import adapter
 
         name = [*self.trainers][number % len(self.trainers)]
-        self.trainers[name].step()
+        for trainer in (self.trainers[name], self.nobody):
+            trainer.step()
         began = time.monotonic()
         version = self.trainers[name].publish()
+        committed = time.monotonic()
         status = adapter(self.server, name, version=version, state="healthy", every=ASK_S)
-        done = time.monotonic()
+        served = time.monotonic()
         time.sleep(self.options.window)
         ended = time.monotonic()
-        while time.monotonic() < 2 * ended - began:
+        self.nobody.publish()
+        while (now := time.monotonic()) < 2 * ended - began:
             self.server.status()
             time.sleep(ASK_S)
-        return began, done, ended, status["timings"]
+        # an older server does not say it
+        read_by_engine = status.get("read_by_engine", "always")
+        return _Version(began, committed, served, ended, now, status["timings"], read_by_engine)
 
 
 def _rpc(server: Any, method: str, **arguments: Any) -> list[Any]:
@@ -207,6 +248,7 @@ def _memory(server: Any) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny", help="the base model")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the shape has")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--versions", type=int, default=100)
@@ -216,7 +258,7 @@ def main() -> None:
     parser.add_argument("--poll", type=float, default=0.1)
     parser.add_argument("--window", type=float, default=0.2, metavar="SECONDS", help="after a version is served")
     parser.add_argument("--flags", default="", help="more flags of vllm serve, in quotes")
-    parser.add_argument("--compare", type=int, default=0, metavar="VERSIONS", help="measure other ways to load too")
+    parser.add_argument("--compare", type=int, default=0, metavar="VERSIONS", help="measure vLLM's own reading too")
     parser.add_argument("--seconds", type=float, default=3600.0, help="measure for this long at most")
     parser.add_argument("--turns", type=Path, help="folder with a file that says when it may begin")
     parser.add_argument("--profile", action="store_true", help="note what the worker does in the longest gaps")

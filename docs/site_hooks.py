@@ -54,6 +54,7 @@ API = {
         "deltawire.engines.live.Adapters",
         "deltawire.engines.live.Loaded",
         "deltawire.engines.live.LoadingAdapter",
+        "deltawire.engines.live.Arrangement",
         "deltawire.engines.live.lacks_tokenizer",
         "deltawire.engines.live.fingerprint",
         "deltawire.engines.access",

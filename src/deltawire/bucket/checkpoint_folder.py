@@ -29,6 +29,9 @@ from .references import Reference, Resolve
 from .replay import checkout
 from .run import Run
 
+ADAPTER_STEM = "adapter_model"
+"""What peft looks for as an adapter's weights."""
+
 _EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -51,9 +54,15 @@ def fill(
     """
     for file in manifest.files:
         full.check_companion(file.name)
-    # peft looks for an adapter's weights under a name of their own
     is_adapter = any(file.name == full.ADAPTER_CONFIG for file in manifest.files)
-    full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
+    full.write_checkpoint(folder, source, stem=ADAPTER_STEM if is_adapter else "model", progress=progress)
+    fill_companions(folder, run, manifest, before=before)
+
+
+def fill_companions(folder: Path, run: Run, manifest: Manifest, *, before: Path | None = None) -> None:
+    """Write the companion files of a version beside its weights, as `fill` does."""
+    for file in manifest.files:
+        full.check_companion(file.name)
     for file in manifest.files:
         with open(folder / file.name, "wb") as out:
             for chunk in content(run, file, before):

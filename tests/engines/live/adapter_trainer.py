@@ -21,7 +21,8 @@ from .live_server import Server, make_model
 
 class AdapterTrainer:
     """Versions of an adapter for a model of `make_model`, each far enough from the last to say something else; with
-    `small_steps`, as far as training moves it. Of queries and values, or of `every_layer` that is linear."""
+    `small_steps`, as far as training moves it. Of queries and values, or of `every_layer` that is linear; in bfloat16
+    or in `float32`. `config` is for more of its adapter_config.json."""
 
     def __init__(
         self,
@@ -32,6 +33,8 @@ class AdapterTrainer:
         *,
         every_layer: bool = False,
         small_steps: bool = False,
+        float32: bool = False,
+        **config: Any,
     ) -> None:
         shape = json.loads((base / "config.json").read_text())
         width, inner = shape["hidden_size"], shape["intermediate_size"]
@@ -42,6 +45,7 @@ class AdapterTrainer:
             modules |= {"self_attn.k_proj": (width, keys), "self_attn.o_proj": (queries, width)}
             modules |= {"mlp.gate_proj": (width, inner), "mlp.up_proj": (width, inner), "mlp.down_proj": (inner, width)}
         self.run, self._rng, self._small_steps = run, np.random.default_rng(seed), small_steps
+        self._float32 = float32
         self.shapes = {
             f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": size
             for layer in range(shape["num_hidden_layers"])
@@ -51,32 +55,32 @@ class AdapterTrainer:
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "bias": "none",
             "r": rank, "lora_alpha": 2 * rank, "target_modules": [name.partition(".")[2] for name in modules],
-            "inference_mode": True,
+            "inference_mode": True, **config,
         }  # fmt: skip
         self.publisher = Publisher(run, files={"adapter_config.json": json.dumps(config).encode()})
         self.sizes: list[int] = []
         """Bytes of each version in the bucket."""
-        self._weights = {
+        self.weights = {
             name: self._rng.normal(0, 0.02, shape).astype(np.float32) if small_steps else np.zeros(shape, np.float32)
             for name, shape in self.shapes.items()
         }
 
     def step(self) -> None:
         """Move the weights."""
-        for weights in self._weights.values():
+        for weights in self.weights.values():
             moved = self._rng.standard_normal(weights.shape, np.float32)
             if self._small_steps:
                 weights += 1e-4 * moved
             else:
                 weights[:] = 0.5 * moved
 
-    def publish(self) -> int:
-        """A version of the weights as they are; without small steps, of new ones."""
-        if not self._small_steps:
+    def publish(self, *, moved: bool = True) -> int:
+        """A version of the weights as they are; without small steps, of new ones unless told otherwise."""
+        if moved and not self._small_steps:
             self.step()
         # the upper half of a float32 is a bfloat16
-        bits = {name: (w.view(np.uint32) >> 16).astype(np.uint16) for name, w in self._weights.items()}
-        result = self.publisher.publish(bits).result(60)
+        halves = {name: (w.view(np.uint32) >> 16).astype(np.uint16) for name, w in self.weights.items()}
+        result = self.publisher.publish(self.weights if self._float32 else halves).result(60)
         self.sizes.append(result.bytes)
         return result.version
 

@@ -32,6 +32,8 @@ from deltawire.trainer import Publisher
 
 __all__ = ["loop"]
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def make_base(folder: Path, seed: int = 0) -> Path:
     folder.mkdir()
@@ -73,6 +75,8 @@ class Ranks(Adapters):
         self.tried: list[str] = []
         self.added: list[str] = []
         self.given = 0
+        self.learned: list[Any] = [None, None]
+        """What each rank says of how versions are to be arranged."""
         self.asked: dict[int, int] = {}
 
     def new_id(self) -> int:
@@ -88,7 +92,8 @@ class Ranks(Adapters):
         if operation == "stage":
             self.asked[id] = self.asked.get(id, 0) + 1
             # the first rank reads longer
-            return [{"done": self.asked[id] > 1}, {"done": True}]
+            said = [{"arrangement": learned, "read_by_engine": "it learns"} for learned in self.learned]
+            return [{"done": self.asked[id] > 1, **said[0]}, {"done": True, **said[1]}]
         self.tried.append(name)
         self.ranks[0][name] = {path.name: path.read_bytes() for path in sorted(Path(adapter["folder"]).iterdir())}
         await asyncio.sleep(0)
@@ -193,6 +198,71 @@ def test_versions_are_loaded_as_folders_of_peft_and_older_ones_dropped(scene: Sc
         assert np.array_equal(held.region(whole(held.schema.by_name()[name])).reshape(bits.shape), bits)
     # of the versions that were dropped nothing is left on disk
     until(lambda: len([*folder.parent.iterdir()]) == 2)
+
+
+WANTED = {"dtype": "BF16", "parts": [[["base_model.model.model.q_proj.lora_A.weight", 0.5]]]}
+
+
+def make_finite(trainer: Trainer) -> None:
+    for bits in trainer.weights.values():
+        bits &= 0x3FFF
+        bits |= 0x2000
+
+
+def test_later_versions_are_arranged_as_all_ranks_want_them(scene: Scene) -> None:
+    make_finite(scene.trainer)
+    adapters = scene.follow()
+    adapters.learned = [WANTED, WANTED]
+    for version in range(3):
+        scene.trainer.publish()
+        scene.until(state="healthy", version=version)
+        arranged = adapters.ranks[1][f"policy@{version}"].get("arranged")
+        assert (arranged is None) == (version == 0)
+    bits = scene.trainer.weights["base_model.model.model.q_proj.lora_A.weight"].reshape(-1)
+    halves = ((bits.astype(np.uint32) << 16).view(np.float32) / 2).view(np.uint32) >> 16
+    assert arranged is not None
+    assert np.array_equal(np.frombuffer(arranged, np.uint16), halves)
+    # once all ranks have read it, it takes no memory
+    assert sorted(path.name for path in adapters.names["policy"].folder.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+
+
+def test_versions_that_ranks_want_arranged_differently_are_read_by_the_engine(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = scene.follow()
+    adapters.learned = [WANTED, {**WANTED, "dtype": "F32"}]
+    for version in range(3):
+        scene.trainer.publish()
+        assert scene.until(state="healthy", version=version)["read_by_engine"] == "its ranks arrange it differently"
+        assert "arranged" not in adapters.ranks[1][f"policy@{version}"]
+    assert len([record for record in caplog.records if "are read by the engine" in record.message]) == 1
+
+
+def test_a_version_that_cannot_be_arranged_is_read_by_the_engine(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_finite(scene.trainer)
+    adapters = scene.follow()
+    adapters.learned = [WANTED, WANTED]
+    scene.trainer.publish()
+    scene.until(state="healthy", version=0)
+    # no number
+    scene.trainer.weights["base_model.model.model.q_proj.lora_A.weight"][0, 1] = 0x7FC1
+    scene.trainer.publish()
+    scene.until(state="healthy", version=1)
+    assert "arranged" not in adapters.ranks[1]["policy@1"]
+    assert "policy@1 is read by the engine: some weights are not finite" in caplog.text
+
+
+def test_a_process_that_is_lost_between_two_versions_is_started_again(scene: Scene) -> None:
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(state="healthy", version=0)
+    adapters.decoder.do(lambda decoder: decoder._process.kill())
+    scene.trainer.publish()
+    assert scene.until(state="healthy", version=1)["failures"] == 0
 
 
 def test_a_request_keeps_its_version_until_it_ends(scene: Scene) -> None:

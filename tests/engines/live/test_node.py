@@ -23,12 +23,11 @@ from deltawire.core import change, full
 from deltawire.core.errors import NotRestored
 from deltawire.core.full import write_checkpoint
 from deltawire.core.held import Held
-from deltawire.core.schema import Schema
 from deltawire.engines.live import node as node_module
 from deltawire.engines.live import rank as rank_module
 from deltawire.engines.live.channel import serve
-from deltawire.engines.live.decoder import Decoder
-from deltawire.engines.live.messages import Connect, DecodeRanks, DigestFolder, Take, ToNode
+from deltawire.engines.live.decoder import Decoder, DecoderError, KeptDecoder
+from deltawire.engines.live.messages import DecodeRanks, DigestFolder, Take, ToNode
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
 from deltawire.engines.live.target import OF_NO_VERSION
 from deltawire.replica.device import DeviceShard
@@ -127,13 +126,14 @@ def test_ranks_on_devices_of_two_nodes(
     world.holds(1)
     lost = world.target._here._decoder
     assert lost is not None
-    lost._process.kill()
-    lost._process.wait()
+    process = lost.do(lambda decoder: decoder._process)
+    process.kill()
+    process.wait()
     assert world.sync(0) == 0
     world.holds(0)
     assert world.publish() == world.sync()
     world.holds(2)
-    assert world.target._here._decoder is not lost
+    assert lost.do(lambda decoder: decoder._process) is not process
     assert bool(borrowed) == borrows
 
 
@@ -222,24 +222,24 @@ def test_each_node_fetches_what_it_holds(halves: tuple[World, Fetched]) -> None:
 
 def test_a_decoder_that_is_lost_is_started_again(tmp_path: Path) -> None:
     """As often as it is lost. What it cannot do twice in a row is an error of the version."""
-    node = Node(tmp_path)
-    node.call(Connect([], [], Schema.build(()), [], decodes=True))
+    kept = KeptDecoder(tmp_path)
+
+    def kill(decoder: Decoder) -> None:
+        decoder._process.kill()
+        decoder._process.wait()
+
+    def fatal(decoder: Decoder) -> None:
+        kill(decoder)
+        decoder.call(DecodeRanks(""), 60)
+
     try:
-        assert node._decoder is not None
-        node._decoder._process.kill()
-        node._decoder._process.wait()
-        assert node._decoding(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
-
-        def fatal(decoder: Decoder) -> None:
-            decoder._process.kill()
-            decoder._process.wait()
-            decoder.call(DecodeRanks(""), 60)
-
-        with pytest.raises(WorkerError, match="decodes deltas was lost twice"):
-            node._decoding(fatal)
-        assert node._decoding(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
+        kept.do(kill)
+        assert kept.do(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
+        with pytest.raises(DecoderError, match="decodes deltas was lost twice"):
+            kept.do(fatal)
+        assert kept.do(lambda decoder: decoder.call(DecodeRanks(""), 60)) == {}
     finally:
-        node._end_decoder()
+        kept.close()
 
 
 @pytest.mark.slow

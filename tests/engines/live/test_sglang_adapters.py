@@ -22,7 +22,7 @@ from prometheus_client import REGISTRY
 from test_follower import loop, until
 from test_sglang import sglang
 
-from deltawire.engines.live.adapters import DROP_AGAIN_S
+from deltawire.engines.live.adapters import DROP_AGAIN_S, Loaded
 from deltawire.engines.sglang import adapter_worker
 
 __all__ = ["loop", "sglang"]
@@ -160,7 +160,7 @@ class Scene:
 
     def load(self, version: int) -> None:
         """Load a version, and wait until what it replaces was dropped or could not be."""
-        self.run(self.adapters._load("policy", version, self.folder(version)))
+        self.run(self.adapters._load(Loaded("policy", version, self.folder(version))))
         until(lambda: not self.adapters._tasks)
 
 
@@ -269,7 +269,7 @@ def test_a_version_that_waits_to_be_dropped_behind_another_can_be_loaded_again(s
         adapters._sweep_soon()
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_later(0.05, registry.release, request)
-        await adapters._load("policy", 1, scene.folder(1))
+        await adapters._load(Loaded("policy", 1, scene.folder(1)))
 
     scene.run(back())
     until(lambda: not adapters._tasks and scene.manager.held() == ["1"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from vllm_adapters import AdapterServer, AdapterTrainer, adapter, start
 from vllm_fresh import fresh_checksums
@@ -159,6 +160,46 @@ def test_every_version_answers_as_a_server_that_was_started_with_it(scene: Scene
         assert greedy(fresh, "m") == scene.of_base
         for name in names:
             assert greedy(fresh, name) == scene.tokens[name], name
+
+
+@pytest.mark.parametrize("tp", dict.fromkeys((1, ranks())))
+def test_slots_hold_what_vllm_itself_puts_there(tmp_path: Path, tp: int) -> None:
+    """Bit for bit on all ranks, also of versions that vLLM did not read: of ranks below the largest, of queries and
+    values alone, of scales that round, and of float32. One number that is none is left to vLLM, once."""
+    model = make_model(tmp_path / "model", "qwen3")
+    trainers = {
+        "policy": AdapterTrainer(tmp_path / "policy", model, 0, every_layer=True, lora_alpha=5, use_rslora=True),
+        "judge": AdapterTrainer(tmp_path / "judge", model, 1, rank=6, float32=True, lora_alpha=7),
+    }
+    for trainer in trainers.values():
+        trainer.publish()
+    probe = ["--worker-extension-cls", "vllm_test_plugin.Probe"]
+    server = start(model, tmp_path / "log", {n: t.run for n, t in trainers.items()}, *probe, tp=tp)
+    try:
+        server.wait(limit=500)
+        for number in range(4):
+            for name, trainer in trainers.items():
+                version = number and trainer.publish()
+                said = adapter(server, name, version=version, state="healthy")["read_by_engine"]
+                assert bool(said) == (number < 2), said
+        held = server.rpc("adapter_slots")
+        loaded = [f"{name}@{v}" for name in trainers for v in adapter(server, name)["loaded"]]
+        weights = trainers["policy"].weights
+        weights[next(name for name in weights if "lora_B" in name)][0, 0] = np.nan
+        adapter(server, "policy", version=trainers["policy"].publish(moved=False), state="healthy")
+        assert "not finite" in server.log.read_text()
+        adapter(server, "policy", version=trainers["policy"].publish(), state="healthy", read_by_engine="")
+    finally:
+        server.stop()
+    flags = ["--enable-lora", "--max-loras", "5", "--max-cpu-loras", "5", *probe, "--lora-modules"]
+    for full_name in loaded:
+        name, _, version = full_name.partition("@")
+        flags.append(f"{full_name}={trainers[name].checkout(int(version), tmp_path / full_name)}")
+    with live_server.serving(AdapterServer, model, tmp_path / "fresh.log", flags=flags, tp=tp) as fresh:
+        found = fresh.rpc("adapter_slots")
+    assert len(loaded) == 4
+    assert [len(set(slots)) for slots in found] == [4] * tp
+    assert held == found
 
 
 def test_all_ranks_switch_or_none(tmp_path: Path) -> None:

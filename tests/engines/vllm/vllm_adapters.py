@@ -19,6 +19,11 @@ class AdapterServer(Server):
     def program(self, model: Path) -> list[str]:
         return [str(BIN / "vllm"), "serve", str(model)]
 
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of `vllm_test_plugin.Probe` on every rank."""
+        answer = self.http.post("/collective_rpc", json={"method": method, "kwargs": arguments})
+        return answer.raise_for_status().json()["results"]  # type: ignore[no-any-return]
+
 
 def start(model: Path, log: Path, adapters: Mapping[str, Path], *flags: str, **options: Any) -> AdapterServer:
     """A server that follows these runs, by the names of adapters."""

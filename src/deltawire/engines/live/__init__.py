@@ -21,6 +21,7 @@ An engine with ranks, which adds a thin adapter to them: what its processes do f
     observe, Record     versions of tokens, noted where outputs pass from the engine to its server
     Adapters, Loaded    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
     LoadingAdapter      in each worker: an adapter on its way into a rank
+    Arrangement         the order, dtype and scale in which ranks copy an adapter's weights
     launch              `deltawire serve --engine …`: write a version to a folder, then start the engine
 
 vLLM and SGLang import nothing else of deltawire but its public names. The rooms behind these names:
@@ -41,6 +42,7 @@ messages    what these processes ask of each other; channel: how it gets there; 
             share; turns: threads that yield to a loop
 follower    a replica and that target, in the HTTP server: pin, state, naming the version
 adapters    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
+arrangement their weights, made ready in the decoder's process for ranks to copy
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; tested: versions of engines
             that were run
 launch      `deltawire serve --engine …`: write a version to a folder, then start the engine; supervise: wait for it
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from . import launch
     from .adapter_worker import LoadingAdapter
     from .adapters import Adapters, Loaded
+    from .arrangement import Arrangement
     from .channel import Answer
     from .endpoint import Endpoint
     from .engine import Engine
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapters",
     "Answer",
+    "Arrangement",
     "Bound",
     "Endpoint",
     "Engine",
@@ -100,6 +104,7 @@ __all__ = [
 _HOMES = {
     "Adapters": ".adapters",
     "Answer": ".channel",
+    "Arrangement": ".arrangement",
     "Bound": "..bounds",
     "Endpoint": ".endpoint",
     "Engine": ".engine",

@@ -3,24 +3,43 @@ here, and what takes long is done in a thread, or a little between every two ste
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from .channel import Answer
 from .turns import short_turns
+
+if TYPE_CHECKING:
+    from .arrangement import Arrangement
+
+FILE = "arranged"
+"""Name of the file with the weights as ranks copy them, in the folder of a version."""
+
+_AT_ONCE = 1 << 24
+"""Bytes that are read at a time."""
 
 
 class LoadingAdapter(threading.Thread, ABC):
     """Reads an adapter beside the model, then puts it in place. Each engine extends it, and answers the calls of its
     `Adapters` in every worker, between two steps:
 
-        def adapter(worker, operation, id, name="", folder=""):
+        def adapter(worker, operation, id, name="", folder="", key=""):
             return LoadingAdapter.call(worker, lambda: MyLoading(worker, id, name, folder), operation, id)
 
     device    of the rank
     """
+
+    read_by_engine = ""
+    """Why the engine itself has read it, where this rank can also copy what was arranged for it."""
+    arrangement: Arrangement | None = None
+    """How later versions of the same key are to be arranged, where this rank has learned that."""
 
     def __init__(self, device: Any) -> None:
         super().__init__(name="deltawire-adapter", daemon=True)
@@ -40,6 +59,25 @@ class LoadingAdapter(threading.Thread, ABC):
     @abstractmethod
     def unload(self) -> None:
         """Drop it, whatever of it is there."""
+
+    def arranged(self, folder: str, pin: bool) -> Any:
+        """Return the bytes that were arranged for ranks, from which the device can copy; None if there are none. Python
+        is free while they are read."""
+        import torch
+
+        try:
+            file = FileIO(Path(folder) / FILE)
+        except FileNotFoundError:
+            return None
+        with file:
+            made = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8, pin_memory=pin)
+            rest = made.numpy().data
+            while rest:
+                done = file.readinto(rest[:_AT_ONCE])
+                if not done:
+                    raise EOFError(f"{folder} is cut short")
+                rest = rest[done:]
+        return made
 
     def run(self) -> None:
         try:
@@ -62,6 +100,13 @@ class LoadingAdapter(threading.Thread, ABC):
         self._done = self._done or self.put()
         return self._done
 
+    def staged(self) -> Answer:
+        """Whether it has been read, and what was learned."""
+        if self.is_alive():
+            return {"done": False}
+        arrangement = msgspec.to_builtins(self.arrangement)
+        return {"done": True, "read_by_engine": self.read_by_engine, "arrangement": arrangement}
+
     @staticmethod
     def call(rank: Any, begin: Callable[[], LoadingAdapter], operation: str, id: Any) -> Answer:
         """What all ranks do at the same step with the adapter `id`.
@@ -79,7 +124,7 @@ class LoadingAdapter(threading.Thread, ABC):
                 if id not in loading:
                     loading[id] = begin()
                     loading[id].start()
-                return {"done": not loading[id].is_alive()}
+                return loading[id].staged()
             if operation == "load":
                 return {"done": loading[id].proceed()}
             if id in loading:

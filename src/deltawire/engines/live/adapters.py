@@ -1,14 +1,16 @@
 """Adapters (LoRA) that a server follows beside its base model, each from a run of its own.
 
-A version is verified in host memory, written as a folder that PEFT loads, and loaded by the engine as `policy@41`. Once
-all ranks have it, new requests for `policy` use it. Requests that are running keep the version they began with, so
-every answer is made by exactly one.
+A version is decoded and verified by a process of its own, as a folder in memory that PEFT loads, and loaded by the
+engine as `policy@41`. Once all ranks have it, new requests for `policy` use it. Requests that are running keep the
+version they began with, so every answer is made by exactly one. What ranks learn while their engine reads the first
+versions lets the same process arrange later ones, so that ranks have nothing left to do but to copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -22,20 +24,25 @@ from types import MappingProxyType
 from typing import Any
 from weakref import finalize
 
-from ...bucket.checkpoint_folder import fill, writing
+import msgspec
+
+from ...bucket.checkpoint_folder import ADAPTER_STEM, fill_companions, writing
 from ...bucket.run import Run
 from ...bucket.walk import Delta
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
-from ...core.state import State
 from ...replica.target import UNCHANGED, Staged, Update
 from ..control import figures
 from ..follower import Follower
 from . import arrays
+from .adapter_worker import FILE
+from .arrangement import Arrangement
 from .channel import Answer
-from .node import source_folder
+from .decoder import KeptDecoder
+from .messages import ReadAdapter
+from .node import STAGE_LIMIT_S, source_folder
 from .samples import current
 from .swap import errors
 from .turns import short_turns
@@ -71,6 +78,10 @@ class Loaded:
     """Where the engine loads it from, also again after it has dropped it for others."""
     id: Any = 0
     """The engine's id of it; never used for another."""
+    key: str = ""
+    """Says which versions are arranged alike: those with the same tensors and the same config."""
+    read_by_engine: str = ""
+    """Why the engine read it itself; empty where ranks only copied what was arranged for them."""
     requests: int = 0
     """Number of requests that use it now."""
     leased_until: float = 0.0
@@ -153,11 +164,13 @@ class Registry:
 
 @dataclass(slots=True, kw_only=True)
 class StagedAdapter(Staged):
-    """A verified version of an adapter, in host memory and as a folder."""
+    """A verified version of an adapter: a folder, and a copy of its weights that shares their memory."""
 
-    state: State
     folder: Path | None
     """None for a version on the way to another, which the engine never sees."""
+    held: Path
+    key: str = ""
+    """As of `Loaded`."""
 
 
 class AdapterTarget:
@@ -171,9 +184,10 @@ class AdapterTarget:
         self._run: Run | None = None
         """None until it is known to fit."""
         self._base: Base | None = None
-        self._state: State | None = None
-        """The version in host memory."""
+        self._held: Path | None = None
+        """Folder with the weights that the next delta is applied to."""
         self._folder: Path | None = None
+        """The folder that the engine loaded last."""
         self.served: int | None = None
         """The version that the engine has."""
 
@@ -186,7 +200,8 @@ class AdapterTarget:
             log.warning("%s names no digest of its base model: not checked", run.store.url)
         if misfit := self.misfit():
             raise SchemaMismatch(misfit)
-        self._run, self._state = run, None
+        self._run = run
+        self._hold(None)
         return True
 
     def misfit(self, *, wait: bool = True) -> str:
@@ -205,55 +220,78 @@ class AdapterTarget:
         )
 
     def digest(self) -> StateDigest:
-        return _NOT_LOADED if self._state is None else full.digest_of(self._state)
+        return _NOT_LOADED if self._held is None else full.digest_of(full.Checkpoint(self._held))
 
     def stage(self, update: Update) -> StagedAdapter:
-        """Build the version beside the one in use, prove it, and write it where the engine can load it."""
-        clock, run, content = time.perf_counter(), self._run, update.content
+        """Build the version beside the one in use, prove it, and put it where the engine can load it."""
+        run = self._run
         assert run is not None, "a replica binds its target first"
         if misfit := self.misfit():
             # the base has moved since the adapter was bound
             raise VersionRefused(misfit, has_ended=lambda: not self.misfit(wait=False))
-        made = State(run.schema)
-        # the event loop of the server passes on the tokens of all requests
-        with short_turns():
-            if isinstance(content, Delta):
-                assert self._state is not None, "a replica plans deltas only from a version that it has"
-                made.load(self._state)
-                for file in content.open():
-                    for _ in file.changes(made.bits, write=True):
-                        pass
-                update.require(full.digest_of(made), UNCHANGED)
-            else:
-                made.load(content)
-                update.require(made.digest, UNCHANGED)
-            decoded = time.perf_counter()
-            folder = self._written(run, update.version, made) if update.final else None
-        staged = StagedAdapter(update=update, state=made, folder=folder, served=update.final)
-        staged.timings |= {"decode": decoded - clock, "stage": time.perf_counter() - decoded}
-        return staged
-
-    def _written(self, run: Run, version: int, made: State) -> Path:
         with writing(self._room):
             folder = Path(tempfile.mkdtemp(dir=self._room))
             try:
-                fill(folder, run, run.manifest(version), made, before=self._folder)
+                return self._staged(run, update, folder)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        return folder
+
+    def _staged(self, run: Run, update: Update, folder: Path) -> StagedAdapter:
+        clock, manifest = time.perf_counter(), run.manifest(update.version)
+        configs = [file.hash for file in manifest.files if file.name == full.ADAPTER_CONFIG]
+        key = f"{run.info.run} {' '.join(configs)}"
+        arrangement = self._loader.arrangement(key) if update.final else None
+        read = ReadAdapter(run.schema, str(folder), "", [], None, arrangement)
+        if isinstance(update.content, Delta):
+            assert self._held is not None, "a replica plans deltas only from a version that it has"
+            for number, data in enumerate(update.content.files):
+                read.paths.append(str(folder / f"{number}.delta"))
+                data.save(Path(read.paths[-1]))
+            read.before, read.claim = str(self._held), update.content.claim
+        else:
+            # the event loop of the server passes on the tokens of all requests
+            with short_turns():
+                full.write_checkpoint(folder, update.content, stem=ADAPTER_STEM)
+        answer = self._loader.decoder.do(lambda decoder: decoder.call(read, STAGE_LIMIT_S))
+        update.require(StateDigest.parse(answer["digest"]), UNCHANGED)
+        for delta in read.paths:
+            os.unlink(delta)
+        if answer["unusual"]:
+            log.warning("%s@%d is read by the engine: %s", self._name, update.version, answer["unusual"])
+        held = Path(tempfile.mkdtemp(dir=self._loader.room))
+        for path in full.weight_files(folder):
+            os.link(path, held / path.name)
+        if update.final:
+            fill_companions(folder, run, manifest, before=self._folder)
+        else:
+            shutil.rmtree(folder)
+        staged = StagedAdapter(
+            update=update, folder=folder if update.final else None, held=held, key=key, served=update.final
+        )
+        arranged = answer["seconds"]["arrange"]
+        staged.timings |= {"decode": time.perf_counter() - clock - arranged, "stage": arranged}
+        return staged
 
     def swap(self, staged: StagedAdapter) -> None:
         clock, folder = time.perf_counter(), staged.folder
         if folder is not None:
             try:
-                self._loader.load(self._name, staged.update.version, folder)
+                self._loader.load(Loaded(self._name, staged.update.version, folder, key=staged.key))
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(staged.held, ignore_errors=True)
                 raise
+            # ranks have read it
+            (folder / FILE).unlink(missing_ok=True)
             self._folder, self.served = folder, staged.update.version
             staged.timings["load"] = time.perf_counter() - clock
-        self._state = staged.state
+        self._hold(staged.held)
+
+    def _hold(self, held: Path | None) -> None:
+        if self._held is not None:
+            shutil.rmtree(self._held, ignore_errors=True)
+        self._held = held
 
 
 class AdapterFollower(Follower):
@@ -304,13 +342,21 @@ class Adapters(ABC):
         self._loop = asyncio.get_running_loop()
         self._registry = Registry(keep)
         self._room = arrays.folder()
+        room = Path(self._room.name)
+        self._versions, self.room = room / "versions", room / "held"
+        """Where versions are for the engine, and where their weights are for later ones."""
+        for folder in (self._versions, self.room):
+            folder.mkdir()
+        self.decoder = KeptDecoder(room)
+        self._arrangements: dict[str, Arrangement | None] = {}
+        """How all ranks arrange versions, by their keys; None where they read them by themselves."""
         self._digesting = threading.Lock()
         self._base_digest = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropping: dict[str, asyncio.Event] = {}
         """Versions that the engine is about to drop, by full name. The event is set once it has."""
         self.followers = {
-            name: AdapterFollower(name, run, self, Path(self._room.name), pin=pins.get(name), **options)
+            name: AdapterFollower(name, run, self, self._versions, pin=pins.get(name), **options)
             for name, run in runs.items()
         }
 
@@ -322,6 +368,7 @@ class Adapters(ABC):
         for patience in (0.0, seconds):
             for follower in self.followers.values():
                 follower.stop(patience)
+        self.decoder.close()
 
     def status(self) -> list[dict[str, Any]]:
         """Return what GET /deltawire/status shows of the adapters."""
@@ -332,6 +379,7 @@ class Adapters(ABC):
                 "reason": each.reason,
                 **figures(each),
                 "loaded": self._registry.versions(name),
+                "read_by_engine": loaded.read_by_engine if (loaded := self.find(name)) else "",
             }
             for name, each in self.followers.items()
         ]
@@ -378,16 +426,35 @@ class Adapters(ABC):
         """Load a version on all ranks, while requests run. Raises VersionRefused if a rank cannot."""
         loaded.id = self.new_id()
         # the ranks take a step between two calls
-        for operation, pause_s in (("stage", _ASK_S), ("load", 0.0)):
-            while not all(answer["done"] for answer in await self._called(operation, loaded)):
-                await asyncio.sleep(pause_s)
+        while not _all_done(answers := await self._called("stage", loaded)):
+            await asyncio.sleep(_ASK_S)
+        self._learn(loaded, answers)
+        while not _all_done(await self._called("load", loaded)):
+            pass
+
+    def _learn(self, loaded: Loaded, answers: list[Answer]) -> None:
+        """Note how ranks have read a version, and how they want later ones arranged."""
+        loaded.read_by_engine = next(filter(None, (answer.get("read_by_engine") for answer in answers)), "")
+        wanted = [answer.get("arrangement") for answer in answers]
+        if any(other != wanted[0] for other in wanted):
+            loaded.read_by_engine, wanted = "its ranks arrange it differently", [None]
+        if wanted[0] is None and loaded.read_by_engine and self._arrangements.get(loaded.key, True):
+            log.warning(
+                "%s and later versions are read by the engine, which takes longer: %s",
+                loaded.full_name, loaded.read_by_engine,
+            )  # fmt: skip
+        self._arrangements[loaded.key] = msgspec.convert(wanted[0], Arrangement | None)
+
+    def arrangement(self, key: str) -> Arrangement | None:
+        """Return how ranks want versions of this key arranged; None if they do not, or that is not known yet."""
+        return self._arrangements.get(key)
 
     async def remove(self, loaded: Loaded) -> None:
         """Drop a version from all ranks, also if only some have it. Once this returns, no step can need it."""
         await self._called("unload", loaded)
 
     async def _called(self, operation: str, loaded: Loaded) -> list[Answer]:
-        what = {"id": loaded.id, "name": loaded.full_name, "folder": str(loaded.folder)}
+        what = {"id": loaded.id, "name": loaded.full_name, "folder": str(loaded.folder), "key": loaded.key}
         answers = await self.call_ranks(operation, **what)
         if failed := errors(answers):
             raise VersionRefused(failed[0])
@@ -414,19 +481,19 @@ class Adapters(ABC):
                 self._base_digest = str(full.digest_of(full.Checkpoint(folder)))
             return self._base_digest
 
-    def load(self, name: str, version: int, folder: Path) -> None:
-        """Load a version on all ranks and make it the one that the name means. Owns the folder if it succeeds.
+    def load(self, loaded: Loaded) -> None:
+        """Load a version on all ranks and make it the one that the name means. Owns its folder if it succeeds.
 
         Raises VersionRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
         """
-        asyncio.run_coroutine_threadsafe(self._load(name, version, folder), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._load(loaded), self._loop).result()
 
-    async def _load(self, name: str, version: int, folder: Path) -> None:
-        loaded = self._registry.find(f"{name}@{version}")
-        if loaded is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+    async def _load(self, loaded: Loaded) -> None:
+        known = self._registry.find(loaded.full_name)
+        if known is not None:
+            shutil.rmtree(loaded.folder, ignore_errors=True)
+            loaded = known
         else:
-            loaded = Loaded(name, version, folder)
             if dropped := self._dropping.get(loaded.full_name):
                 # engines know versions by name
                 await dropped.wait()
@@ -512,7 +579,8 @@ class Adapters(ABC):
         for loaded in unneeded:
             await self._drop(loaded)
             self._dropping.pop(loaded.full_name).set()
-            shutil.rmtree(loaded.folder, ignore_errors=True)
+            # not here: it takes milliseconds to free its memory, and this thread passes on the tokens of all requests
+            await asyncio.to_thread(shutil.rmtree, loaded.folder, ignore_errors=True)
 
     async def _drop(self, loaded: Loaded) -> None:
         try:
@@ -521,3 +589,7 @@ class Adapters(ABC):
             text = "%s may stay in the memory of some ranks; no request uses it; next try in %d s: %s: %s"
             log.warning(text, loaded.full_name, DROP_AGAIN_S, type(error).__name__, error)
             self._loop.call_later(DROP_AGAIN_S, lambda: self._begin(self._drop(loaded)))
+
+
+def _all_done(answers: list[Answer]) -> bool:
+    return all(answer["done"] for answer in answers)

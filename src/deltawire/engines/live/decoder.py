@@ -6,30 +6,44 @@ ranks within classes back.
 
     Read           files → per rank: moves, and sheets that say which tiles to count
     DecodeRanks    counts of those tiles → ranks and steps
+
+Versions of adapters, which are small, are made whole here:
+
+    ReadAdapter    the weights of the version before, and a delta → those of the version, also as ranks copy them
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from functools import partial, singledispatchmethod
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+
+from ...core import full
 from ...core.change import RegionMoves
 from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.container import open_file
+from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError
 from ...core.held import Held
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
 from ...core.sparse import open_delta
 from ...replica.moves import CutTiles, DevicePieces, NumberedMoves
-from . import arrays
-from .channel import Answer, Caller, listen
-from .messages import DecodeRanks, Open, Read, ToDecoder
+from . import adapter_worker, arrangement, arrays
+from .channel import Answer, Caller, ChannelClosed, listen
+from .messages import DecodeRanks, Open, Read, ReadAdapter, ToDecoder
 
 END_S = 10.0
 """Seconds that the process may take to end by itself."""
@@ -37,6 +51,8 @@ END_S = 10.0
 
 _OPEN_S = 600.0
 """Seconds that it may take to begin."""
+
+_T = TypeVar("_T")
 
 
 class DecoderError(ChainError):
@@ -46,7 +62,7 @@ class DecoderError(ChainError):
 class Decoder:
     """Starts the decoder's process and calls it. The process ends with this one."""
 
-    def __init__(self, folder: Path, opening: Open) -> None:
+    def __init__(self, folder: Path, opening: Open | None = None) -> None:
         path = folder / "decoder.sock"
         # of a process that was killed
         path.unlink(missing_ok=True)
@@ -55,7 +71,8 @@ class Decoder:
         )
         try:
             self._caller = Caller(str(path))
-            self.call(opening, _OPEN_S)
+            if opening is not None:
+                self.call(opening, _OPEN_S)
         except BaseException:
             self._process.kill()
             self._process.wait()
@@ -77,6 +94,43 @@ class Decoder:
             # all that it has is memory
             self._process.kill()
             self._process.wait()
+
+
+class KeptDecoder:
+    """A decoder whose process is started on first use, and anew if it is lost, perhaps for want of memory."""
+
+    def __init__(self, folder: Path, opening: Open | None = None) -> None:
+        self._folder, self._opening = folder, opening
+        self._decoder: Decoder | None = None
+        self._closed = False
+        self._one = threading.Lock()
+        """Held during a call."""
+
+    def do(self, work: Callable[[Decoder], _T]) -> _T:
+        """Have the process do something; if it is lost meanwhile, have another one do it."""
+        with self._one:
+            for last in (False, True):
+                if self._closed:
+                    raise DecoderError("this server ends")
+                try:
+                    if self._decoder is None:
+                        self._decoder = Decoder(self._folder, self._opening)
+                    return work(self._decoder)
+                except ChannelClosed as error:
+                    self._end()
+                    if last:
+                        raise DecoderError(f"the process that decodes deltas was lost twice: {error}") from error
+        raise AssertionError
+
+    def close(self) -> None:
+        """End the process, also during a call."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        decoder, self._decoder = self._decoder, None
+        if decoder is not None:
+            decoder.close()
 
 
 class _Process:
@@ -140,6 +194,41 @@ class _Process:
                 arrays.write(Path(f"{out}.{number}.ranks"), join_ranks(tiles, decode_ranks(tiles, sizes, _threads())))
         self._tiles = []
         return {}
+
+    @_do.register
+    def _read_adapter(self, message: ReadAdapter) -> Answer:
+        clock, folder = time.perf_counter(), Path(message.folder)
+        for path in full.weight_files(Path(message.before)) if message.before else ():
+            shutil.copyfile(path, folder / path.name)
+        tensors = _mapped(folder)
+        if message.claim is not None:
+            for delta in message.paths:
+                file = open_delta(*open_file(delta), message.schema, message.claim)
+                for _ in file.changes(tensors.__getitem__, _threads(), write=True):
+                    pass
+        source = full.ReadBy(message.schema, lambda region: region.cut(tensors[region.tensor.name]))
+        digest, decoded, unusual = full.digest_of(source, _threads()), time.perf_counter(), ""
+        if message.arrangement is not None:
+            try:
+                path = folder / adapter_worker.FILE
+                specs = message.schema.by_name()
+                arrangement.arrange(tensors.__getitem__, specs, message.arrangement, path, _threads())
+            except arrangement.Unusual as reason:
+                unusual = str(reason)
+        seconds = {"decode": decoded - clock, "arrange": time.perf_counter() - decoded}
+        return {"digest": str(digest), "unusual": unusual, "seconds": seconds}
+
+
+def _mapped(folder: Path) -> dict[str, Bits]:
+    """The tensors of a checkpoint folder, by name, to be read and written."""
+    found: dict[str, Bits] = {}
+    for path in full.weight_files(folder):
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        for item in full.FullFile(*open_file(path)).header.items.values():
+            unit = lookup(item.dtype).unit
+            found[item.name] = np.frombuffer(memory, unit, item.nbytes // np.dtype(unit).itemsize, item.start)
+    return found
 
 
 def _threads() -> int:

@@ -8,6 +8,7 @@ from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim
+from .arrangement import Arrangement
 from .channel import Message
 from .swap import Apply, Undo
 
@@ -142,7 +143,23 @@ class DecodeRanks(Message):
     out: str
 
 
-ToDecoder = Open | Read | DecodeRanks
+class ReadAdapter(Message):
+    """Make the weights of a version of an adapter, prove and arrange them. In the answer: `digest` of what was made,
+    `unusual` if it cannot be arranged and why, and seconds by phase."""
+
+    schema: Schema
+    folder: str
+    """Where they are written; without `before` they are there."""
+    before: str
+    """Folder with the weights that the delta starts from."""
+    paths: list[str]
+    claim: DeltaClaim | None
+    """The files of the delta, and what its manifest says of it."""
+    arrangement: Arrangement | None
+    """What ranks have learned; None to arrange nothing."""
+
+
+ToDecoder = Open | Read | DecodeRanks | ReadAdapter
 
 
 # ── to a node; also Digest and Forget, for its ranks ─────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial, singledispatchmethod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from ...replica.target import UNCHANGED, Update
 from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
-from .decoder import Decoder
+from .decoder import Decoder, KeptDecoder
 from .messages import (
     Connect,
     Count,
@@ -69,8 +69,6 @@ STAGE_LIMIT_S = 3600.0
 SECRET = 32
 """Bytes that connections from other nodes begin with."""
 
-_T = TypeVar("_T")
-
 
 class WorkerError(ChainError):
     """An operation failed on a rank; nothing was changed. Another path to the version may still work."""
@@ -91,10 +89,8 @@ class Node:
         """What they hold of the model."""
         self._folder = folder
         self._ranks: list[Caller] = []
-        self._decoder: Decoder | None = None
-        """Decodes for ranks whose weights are on devices, while its process runs."""
-        self._opening: Open | None = None
-        """The first message to that process; None where weights are in host memory."""
+        self._decoder: KeptDecoder | None = None
+        """Decodes for ranks whose weights are on devices; None where they are in host memory."""
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         """Files that ranks read from, until the swap is over."""
         self._delta: StageDelta | None = None
@@ -111,30 +107,12 @@ class Node:
             caller.close()
         self.numbers, self._ranks = message.numbers, [Caller(path) for path in message.sockets]
         self.regions = list(dict.fromkeys(piece for pieces in message.ranks for piece in pieces))
-        self._end_decoder()
-        self._opening = Open(message.schema, message.ranks) if message.decodes else None
-        if self._opening is not None:
-            self._decoding(lambda _: None)
-        return []
-
-    def _decoding(self, work: Callable[[Decoder], _T]) -> _T:
-        """Have the decoder do something. If its process is gone, perhaps for want of memory, another one is started."""
-        for last in (False, True):
-            try:
-                if self._decoder is None:
-                    assert self._opening is not None
-                    self._decoder = Decoder(self._folder, self._opening)
-                return work(self._decoder)
-            except ChannelClosed as error:
-                self._end_decoder()
-                if last:
-                    raise WorkerError(f"the process that decodes deltas was lost twice: {error}") from error
-        raise AssertionError
-
-    def _end_decoder(self) -> None:
         if self._decoder is not None:
             self._decoder.close()
-            self._decoder = None
+        self._decoder = KeptDecoder(self._folder, Open(message.schema, message.ranks)) if message.decodes else None
+        if self._decoder is not None:
+            self._decoder.do(lambda _: None)
+        return []
 
     @call.register
     def _digest_folder(self, message: DigestFolder) -> list[Answer]:
@@ -223,7 +201,7 @@ class Node:
             files.append(str(folder / f"{number}.delta"))
             data.save(Path(files[-1]))
         staged = self._delta = StageDelta(files, delta.claim, [])
-        answers = self._decoding(lambda decoder: self._received(decoder, staged)) if self._opening else None
+        answers = self._decoder.do(lambda decoder: self._received(decoder, staged)) if self._decoder else None
         return answers if answers is not None else self._decoded([])
 
     def _received(self, decoder: Decoder, delta: StageDelta) -> list[Answer] | None:

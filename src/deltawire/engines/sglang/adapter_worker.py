@@ -8,8 +8,9 @@ from typing import Any
 from ..live import Answer, LoadingAdapter
 
 
-def call(scheduler: Any, operation: str, id: str, name: str = "", folder: str = "") -> Answer:
-    """Do a part of the way of an adapter on this rank (`LoadingAdapter.call`)."""
+def call(scheduler: Any, operation: str, id: str, name: str = "", folder: str = "", key: str = "") -> Answer:
+    """Do a part of the way of an adapter on this rank (`LoadingAdapter.call`). Of what `key` says nothing is needed:
+    SGLang reads every version itself."""
     return LoadingAdapter.call(scheduler, lambda: _SGLangLoading(scheduler, id, name, folder), operation, id)
 
 

@@ -192,6 +192,8 @@ class Probe:
         from vllm.lora.model_manager import LoRAModelManager
         from vllm.lora.worker_manager import WorkerLoRAManager
 
+        from deltawire.engines.vllm.adapter_worker import _VLLMLoading
+
         runner = self.model_runner  # type: ignore[attr-defined]
         if not on:
             for owner, name, original in self.replaced:
@@ -204,13 +206,14 @@ class Probe:
                 (WorkerLoRAManager, "_load_adapter"),
                 (LoRAModelManager, "_add_adapter"),
                 (LoRAModelManager, "activate_adapter"),
+                (_VLLMLoading, "read"),
                 (self, "deltawire_adapter"),
                 (runner, "execute_model"),
             )
         ]
-        for owner, name, original in self.replaced[:3]:
+        for owner, name, original in self.replaced[:4]:
             setattr(owner, name, _timed(original, name, self.noted))
-        called, compute = self.replaced[3][2], self.replaced[4][2]
+        called, compute = self.replaced[4][2], self.replaced[5][2]
 
         def call(operation: str, **arguments: Any) -> Any:
             return _timed(called, operation, self.noted)(operation, **arguments)
@@ -222,22 +225,26 @@ class Probe:
         self.deltawire_adapter, runner.execute_model = call, step
         return {}
 
-    def tune(self, tiles: int = 0, rest: float = -1.0, switch_s: float = 0.0, turn_s: float = 0.0) -> None:
-        """Try other breaks of staging, another time after which Python threads take turns, and another one for which
-        adapters are copied between two steps."""
-        import sys
+    def adapter_slots(self) -> list[str]:
+        """A checksum of each slot that holds an adapter: of everything that the model computes with for it."""
+        import hashlib
 
-        from deltawire.engines.live import turns
-        from deltawire.engines.vllm import adapter_worker
-        from deltawire.kernels import pace
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        found = []
+        for slot, id in enumerate(manager.lora_index_to_id):
+            sums = hashlib.sha256()
+            for _, module in sorted(manager.modules.items()) if id else ():
+                # some layers have one tensor of each kind, others one for each of their parts
+                both = (module.lora_a_stacked, module.lora_b_stacked)
+                for stacked in (s for half in both for s in ([half] if torch.is_tensor(half) else half)):
+                    sums.update(stacked[slot].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            found += [sums.hexdigest()] if id else []
+        return sorted(found)
 
-        adapter_worker.TURN_S = turn_s or adapter_worker.TURN_S
-        turns.SWITCH_S = switch_s or turns.SWITCH_S
-
-        pace.TURN = tiles or pace.TURN
-        pace.REST = rest if rest >= 0 else pace.REST
-        if switch_s:
-            sys.setswitchinterval(switch_s)
+    def let_vllm_read(self) -> None:
+        """Have vLLM read all versions of adapters from now on."""
+        for _, learned in self.deltawire_learned.values():  # type: ignore[attr-defined]
+            learned.refused, learned.proven = "a test has asked for it", False
 
     def device_memory(self) -> dict[str, int]:
         """Bytes that are allocated on the device now, at most since the last call, and in use of the whole device."""
