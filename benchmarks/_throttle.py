@@ -1,8 +1,8 @@
 """Lines of limited speed to a server on this machine, where no root is to make network namespaces.
 
-    python benchmarks/_throttle.py 8333 100 2      two lines to port 8333, each 100 Mbit/s up and 100 Mbit/s down
+    python benchmarks/_throttle.py 8333 100 9001 9002    two lines to port 8333, each 100 Mbit/s up and 100 Mbit/s down
 
-Each line is a port of its own, which the first line of output names; all connections over it share its speed.
+Each line is a port of its own; all connections over it share its speed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -49,15 +50,14 @@ async def _connect(port: int, up: Way, down: Way, reader: asyncio.StreamReader, 
     await asyncio.gather(_pump(up, reader, there_writer), _pump(down, there_reader, writer))
 
 
-async def serve(port: int, mbit: float, lines: int) -> None:
+async def serve(port: int, mbit: float, lines: Sequence[int]) -> None:
     servers = [
-        await asyncio.start_server(partial(_connect, port, Way(mbit), Way(mbit)), "127.0.0.1", 0) for _ in range(lines)
+        await asyncio.start_server(partial(_connect, port, Way(mbit), Way(mbit)), "127.0.0.1", line) for line in lines
     ]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    print(json.dumps({"event": "ready", "ports": ports}), flush=True)
+    print(json.dumps({"event": "ready"}), flush=True)
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))
+        asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2]), [*map(int, sys.argv[3:])]))

@@ -33,18 +33,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import httpx
 
 import deltawire as dw
 from _report import about, print_about
+from _wordle_figures import SOLVED, WINDOW, Notes, figures, of_seeds, show, tables
 from deltawire.cli.ui import ended_by_sigterm
 from deltawire.errors import DeltawireError, ObjectNotFound
 from deltawire_wordle.processes import ChildProcess, free_port, uninterrupted
@@ -53,12 +54,6 @@ from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "wordle-gpu.json"
-SOLVED = 0.9
-"""The least reward of a game that was solved (_wordle_arm.py)."""
-WINDOW = 256
-"""Games that a share of solved ones is taken of while training goes on."""
-BIN_S = 10.0
-"""Seconds between two points of a curve."""
 SAY_S = 5.0
 SAVE_S = 10.0
 PATIENCE_S = 600.0
@@ -81,11 +76,11 @@ TRAINING = {
     "token_budget": 0,
 }  # fmt: skip
 ON_CUDA = {
-    "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 48,
+    "per_device_train_batch_size": 64, "queue_maxsize": 64, "max_inflight_tasks": 128, "max_completion_length": 32,
     "gradient_checkpointing": "False", "attention": "torch",
 }  # fmt: skip
 ON_CPU = {
-    "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 48,
+    "per_device_train_batch_size": 16, "queue_maxsize": 32, "max_inflight_tasks": 16, "max_completion_length": 32,
     "learning_rate": 1e-4, "use_cpu": "True", "bf16": "False", "gradient_checkpointing": "False", "save_steps": 10,
 }  # fmt: skip
 
@@ -115,75 +110,34 @@ class Case:
         return self.mbit is None and self.rate is None
 
 
-class Lines:
-    """The JSON lines of a file that have been written so far."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._read = file, 0
-        self.all: list[dict[str, Any]] = []
-
-    def more(self) -> list[dict[str, Any]]:
-        """Those that are new."""
-        if not self._file.exists():
-            return []
-        with open(self._file, "rb") as file:
-            file.seek(self._read)
-            *whole, _ = file.read().split(b"\n")
-        self._read += sum(len(line) + 1 for line in whole)
-        found = []
-        for line in whole:
-            # a process that was killed may have left half of one
-            with suppress(ValueError):
-                found.append(json.loads(line))
-        self.all += found
-        return found
-
-
-class Arm:
+class Arm(Notes):
     """The processes of a case, and what they have written down."""
 
     def __init__(self, case: Case, given: argparse.Namespace, bucket: SeaweedFS) -> None:
         self.case, self._given, self._bucket = case, given, bucket
-        self.folder = given.folder / case.name
-        self.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(given.folder / case.name)
         self.run = f"s3://{BUCKET}/{case.name}"
-        self.steps, self.games = Lines(self.folder / "steps.jsonl"), Lines(self.folder / "games.jsonl")
-        self.versions, self.served = Lines(self.folder / "versions.jsonl"), Lines(self.folder / "served.jsonl")
-        self.events = Lines(self.folder / "events.jsonl")
-        for lines in (self.steps, self.games, self.versions, self.served, self.events):
-            lines.more()
-        if len(self.of("began")) > len(self.of("ended")):
-            # the call that began was cut off
-            self.note("ended", at=max(line["at"] for line in [*self.events.all, *self.steps.all, *self.games.all]))
         env, server = free_port(), free_port()
         self.env_url, self.server_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{server}"
-        self.endpoints = {"trainer": bucket.endpoint, "server": bucket.endpoint}
+        self._lines = {"trainer": free_port(), "server": free_port()} if case.mbit else {}
         self.status: dict[str, Any] = {}
         self._pruned = 0.0
-        self.env = self._process("env", [
-            given.python, "-m", "deltawire.cli", "env", "wordle", "--words", str(GAME["words"]), "--guesses",
-            str(GAME["guesses"]), "--port", str(env), "--json",
-        ])  # fmt: skip
         self._server_port = server
-        self.server = self.trainer = self.env
         self.games_to_play: dict[str, ChildProcess] = {}
 
-    def prepare(self) -> None:
-        """Once the lines to the bucket are there."""
-        self.server = self._process("server", *self._serving())
-        self.trainer = self._process("trainer", *self._training())
+    def make_processes(self) -> list[ChildProcess]:
+        """None is started yet."""
         (self.folder / "gate.json").unlink(missing_ok=True)
-
-    @property
-    def processes(self) -> list[ChildProcess]:
-        return [self.env, self.server, self.trainer]
-
-    def note(self, event: str, **more: Any) -> None:
-        _note(self.folder / "events.jsonl", **{"event": event, "at": time.time(), **more})
-        self.events.more()
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in self.events.all if line["event"] == event]
+        given, env = self._given, self.env_url.rpartition(":")[2]
+        words = [given.python, "-m", "deltawire.cli", "env", "wordle", "--words", str(GAME["words"]), "--guesses",
+                 str(GAME["guesses"]), "--port", env, "--json"]  # fmt: skip
+        self.trainer = self._process("trainer", *self._training())
+        self.processes = [self._process("env", words), self._process("server", *self._serving()), self.trainer]
+        if self.case.mbit:
+            throttle = [sys.executable, str(HERE / "_throttle.py"), str(self._bucket.ports["s3.port"])]
+            lines = [str(port) for port in self._lines.values()]
+            self.processes.insert(0, self._process("line", [*throttle, str(self.case.mbit), *lines]))
+        return self.processes
 
     def open_gate(self, until: float) -> None:
         self.note("began", until=until)
@@ -225,9 +179,8 @@ class Arm:
         with suppress(httpx.HTTPError, ValueError):
             status = httpx.get(f"{self.server_url}/deltawire/status", timeout=2).json()
             if status.get("version") != self.status.get("version") and status.get("version") is not None:
-                _note(self.folder / "served.jsonl", at=time.time(), version=status["version"],
+                self.served.add(at=time.time(), version=status["version"],
                       timings=status["timings"], guard=status.get("guard"))  # fmt: skip
-                self.served.more()
             self.status = status
 
     def read_run(self) -> None:
@@ -243,14 +196,13 @@ class Arm:
             except ObjectNotFound:
                 # deleted while nobody looked
                 continue
-            _note(
-                self.folder / "versions.jsonl", version=version, created=manifest.created, step=manifest.step,
+            self.versions.add(
+                version=version, created=manifest.created, step=manifest.step,
                 changed=manifest.changed, bytes=sum(link.bytes for link in manifest.links),
                 kinds=[link.encoding or link.kind for link in manifest.links], timings=manifest.timings,
                 full=sum(tensor.units * tensor.unit_size for tensor in run.schema.tensors),
                 elements=run.schema.elements,
             )  # fmt: skip
-        self.versions.more()
         if self.case.sync == "full" and newest > KEPT and time.monotonic() - self._pruned > SAVE_S:
             self._pruned = time.monotonic()
             dw.prune(run, dw.Retention(KEPT, grace=5.0), apply=True)
@@ -303,7 +255,8 @@ class Arm:
         return [*words, *options], self._line("trainer")
 
     def _line(self, who: str) -> dict[str, str]:
-        return {**self._bucket.environment, "AWS_ENDPOINT_URL": self.endpoints[who]}
+        found = self._bucket.environment
+        return {**found, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._lines[who]}"} if self._lines else found
 
     def _process(self, name: str, words: list[str], variables: dict[str, str] | None = None) -> ChildProcess:
         environment = {**_environment(), **(variables or {})}
@@ -322,11 +275,6 @@ def _environment() -> dict[str, str]:
         # of a request for a version that the trainer accepts: full weights take long over a slow line
         "DELTAWIRE_VERSION_WAIT": "300",
     }  # fmt: skip
-
-
-def _note(file: Path, **line: Any) -> None:
-    with open(file, "ab") as out:
-        out.write(json.dumps(line).encode() + b"\n")
 
 
 # ── keeping it running ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,10 +385,10 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
         arm.open_gate(until)
     said = saved = read = began
     while time.time() < until + LATE_S:
-        # one that was killed after the end is left alone
         if time.time() < until:
             supervisor.look()
-        if not any(arm.trainer.running for arm in arms):
+        # one that was killed after the end is left alone, and nobody waits for uploads over a slow line
+        if not any(arm.trainer.running for arm in (arms if time.time() < until else played)):
             break
         for arm in arms:
             arm.look()
@@ -464,15 +412,15 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
     for arm in arms:
         # what comes after the last step is no training
         arm.note("ended", at=max([min(until, time.time()), *(line["at"] for line in arm.steps.all[-1:])]))
-        if arm.trainer.running:
+        if arm in played and arm.trainer.running:
             print(f"{arm.case.name}: the trainer did not end in time", flush=True)
-            arm.trainer.kill()
+        arm.trainer.kill()
 
 
 def progress(arm: Arm) -> str:
     games = arm.games.all[-WINDOW:]
     step = arm.steps.all[-1]["step"] if arm.steps.all else 0
-    sent = [line["bytes"] for line in arm.versions.all if line["changed"]]
+    sent = [line["bytes"] for line in arm.versions.all if line["version"] and line["changed"]]
     solved = fmean(game["reward"] >= SOLVED for game in games) if games else 0.0
     reward = fmean(game["reward"] for game in games) if games else 0.0
     return (
@@ -481,148 +429,15 @@ def progress(arm: Arm) -> str:
     )
 
 
-# ── the figures ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def spans(arm: Arm) -> list[tuple[float, float]]:
-    """When it trained: from the opening of the gate to the end, once for each call."""
-    found: list[tuple[float, float]] = []
-    begin = None
-    for line in arm.events.all:
-        if line["event"] == "began":
-            begin = line["at"]
-        if line["event"] == "ended" and begin is not None:
-            found.append((begin, line["at"]))
-            begin = None
-    return [*found, (begin, time.time())] if begin is not None else found
-
-
-def trained_s(at: float, when: Sequence[tuple[float, float]]) -> float:
-    """Seconds of training until a moment."""
-    return sum(max(0.0, min(at, end) - begin) for begin, end in when)
-
-
-def syncs(arm: Arm) -> list[dict[str, Any]]:
-    """For each version that was served: seconds from its capture in the trainer until then, and the server's own."""
-    published = {line["version"]: line for line in arm.versions.all}
-    found, before = [], -1
-    for line in arm.served.all:
-        made = published.get(line["version"])
-        # not what a server that was started again goes through
-        if made and line["version"] > before >= 0:
-            upload = sum(made["timings"].get(part, 0.0) for part in ("detect", "encode", "put"))
-            found.append({
-                "at": line["at"], "version": line["version"], "seconds": line["at"] - made["created"] + upload,
-                "pause_ms": 1e3 * line["timings"].get("pause", 0.0), "server_s": line["timings"].get("total", 0.0),
-            })  # fmt: skip
-        before = max(before, line["version"])
-    return found
-
-
-def figures(arm: Arm) -> dict[str, Any]:
-    when = spans(arm)
-    seconds = sum(end - begin for begin, end in when)
-    # the first sync is before the first step, and changes nothing
-    sent = [line for line in arm.versions.all if line["version"] and line["changed"]]
-    steps = max((line["step"] for line in arm.steps.all), default=0)
-    followed = syncs(arm)
-    played = arm.of("played")
-    stale = [game["stale"] for game in arm.games.all]
-    full = sent[0]["full"] if sent else None
-    late = sent[len(sent) // 2 :]
-    bytes_per_step = sum(line["bytes"] for line in sent) / steps if steps else None
-    later = sum(line["bytes"] for line in late) / max(1, steps - (late[0]["step"] or 1) + 1) if late else None
-    solved = [game["reward"] >= SOLVED for game in arm.games.all]
-
-    def of_steps(name: str) -> float | None:
-        values = [line[name] for line in arm.steps.all if isinstance(line.get(name), (int, float))]
-        return median(values) if values else None
-
-    return {
-        "solved_first": played[0]["solved"] if played else None,
-        "solved_last": played[-1]["solved"] if len(played) > 1 else None,
-        "steps": steps,
-        "seconds": round(seconds, 1),
-        "bytes_per_step": bytes_per_step,
-        "bytes_per_step_later_half": later,
-        "full_bytes": full,
-        "share_of_full": bytes_per_step / full if full and bytes_per_step else None,
-        "changed_later_half": fmean(line["changed"] / line["elements"] for line in late) if late else None,
-        "steps_per_hour": 3600 * steps / seconds if seconds else None,
-        "versions": len(sent),
-        "served": len(followed),
-        "anchors": sum("anchor" in line["kinds"] for line in sent),
-        "sync_s": _spread([sync["seconds"] for sync in followed]),
-        "server_s": _spread([sync["server_s"] for sync in followed]),
-        "pause_ms": _spread([sync["pause_ms"] for sync in followed]),
-        "put_s": _spread([line["timings"].get("put", 0.0) for line in sent]),
-        "trainer_held_s": of_steps("perf/weight_sync_s"),
-        "guard": arm.served.all[-1]["guard"] if arm.served.all else None,
-        "games": len(solved),
-        "solved_in_training_first": fmean(solved[:WINDOW]) if solved else None,
-        "solved_in_training_last": fmean(solved[-WINDOW:]) if solved else None,
-        "staleness_mean": fmean(stale) if stale else None,
-        "staleness_max": max(stale, default=None),
-        "generated_tokens_per_s": of_steps("rollout/generated_tok_s"),
-        "step_s": of_steps("perf/step_s"),
-        "rollout_wait_s": of_steps("perf/rollout_wait_s"),
-        "evaluations": [{key: line[key] for key in ("when", "solved", "reward", "games", "versions")}
-                        for line in played],
-        "restarts": [line["what"] for line in arm.of("restart")],
-        "curve": curve(arm, when, followed),
-    }  # fmt: skip
-
-
-def curve(arm: Arm, when: Sequence[tuple[float, float]], followed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A point for each ten seconds of training."""
-    timed = partial(trained_s, when=when)
-    bins: dict[int, dict[str, list[Any]]] = {}
-    for kind, lines in (("games", arm.games.all), ("steps", arm.steps.all), ("syncs", followed)):
-        for line in lines:
-            bins.setdefault(int(timed(line["at"]) / BIN_S), {"games": [], "steps": [], "syncs": []})[kind].append(line)
-    points, step = [], 0
-    for number in sorted(bins):
-        games, steps, synced = (bins[number][kind] for kind in ("games", "steps", "syncs"))
-        step = max([step, *(line["step"] for line in steps)])
-        if not games:
-            continue
-        points.append({
-            "seconds": (number + 1) * BIN_S, "step": step, "games": len(games),
-            "solved": round(fmean(game["reward"] >= SOLVED for game in games), 4),
-            "reward": round(fmean(game["reward"] for game in games), 4),
-            "staleness": round(fmean(game["stale"] for game in games), 2),
-            "trained_tokens_per_s": round(sum(game["tokens"] for game in games) / BIN_S, 1),
-            "sync_s": round(median(sync["seconds"] for sync in synced), 3) if synced else None,
-        })  # fmt: skip
-    return points
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    return {"median": median(ordered), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
-
-
-def of_seeds(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means of what seeds have in common, and each of them."""
-    scalars = {
-        name: fmean(one[name] for one in found)
-        for name, value in found[0].items()
-        if isinstance(value, (int, float)) and all(isinstance(one[name], (int, float)) for one in found)
-    }
-    return {**scalars, "seeds": [*found]}
-
-
-def story(given: argparse.Namespace, facts: dict[str, Any], arms: Sequence[Arm]) -> dict[str, Any]:
+def story(given: argparse.Namespace, facts: dict[str, Any], arms: dict[Case, Notes]) -> dict[str, Any]:
     """Everything that was measured in the folder, by this call and others."""
     result: dict[str, Any] = {
         **facts, "device": given.device, "engine": given.engine, "game": GAME, "model": str(given.model.name),
         "training": given.training,
     }  # fmt: skip
     by_place: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for arm in arms:
-        case, found = arm.case, {"seed": arm.case.seed, **figures(arm)}
+    for case, notes in arms.items():
+        found = {"seed": case.seed, **figures(notes)}
         place = (case.sync,) if case.plain else ("slow", f"{case.mbit:g}", case.sync) if case.mbit else (
             "rates", f"{case.rate:g}")  # fmt: skip
         by_place.setdefault(place, []).append(found)
@@ -697,21 +512,6 @@ def make_start(given: argparse.Namespace) -> None:
     if subprocess.run(words, env=_environment()).returncode:
         raise SystemExit("the model to start from could not be made; see above")
     part.rename(given.model)
-
-
-def lines_to_bucket(arms: Sequence[Arm], bucket: SeaweedFS, folder: Path) -> list[ChildProcess]:
-    made = []
-    for arm in arms:
-        if arm.case.mbit:
-            words = [sys.executable, str(HERE / "_throttle.py"), str(bucket.ports["s3.port"]), str(arm.case.mbit), "2"]
-            line = ChildProcess("line", words, arm.folder)
-            line.start()
-            made.append(line)
-            trainer, server = line.ready("ready")["ports"]
-            arm.endpoints = {
-                who: f"http://127.0.0.1:{port}" for who, port in (("trainer", trainer), ("server", server))
-            }
-    return made
 
 
 def check_labels(arm: Arm, given: argparse.Namespace, bucket: SeaweedFS) -> None:
@@ -813,19 +613,17 @@ def main() -> None:
         bucket = stack.enter_context(SeaweedFS(given.folder / "s3", options=volumes))
         arms = [Arm(case, given, bucket) for case in cases]
         left = [parse_case(path.name) for path in sorted(given.folder.iterdir()) if path.is_dir()]
-        others = [Arm(case, given, bucket) for case in left if case and case not in cases]
+        noted: dict[Case, Notes] = {case: Notes(given.folder / case.name) for case in left if case}
+        noted |= {arm.case: arm for arm in arms}
 
         def save() -> None:
-            _write(given.out, story(given, facts, [*arms, *others]))
+            _write(given.out, story(given, facts, noted))
 
         stack.callback(save)
-        running = [*lines_to_bucket(arms, bucket, given.folder)]
+        running = [process for arm in arms for process in arm.make_processes()]
         stack.callback(_stop, running)
-        for arm in arms:
-            arm.prepare()
-            for process in arm.processes:
-                running.append(process)
-                process.start()
+        for process in running:
+            process.start()
         measured = [arm for arm in arms if arm.case.plain]
         fresh = [arm for arm in measured if not arm.of("played")]
         for arm in fresh:
@@ -838,14 +636,14 @@ def main() -> None:
             evaluate(fresh, "before", supervisor)
         train(arms, supervisor, given.minutes, save, measured)
         with suppress(SystemExit):
-            wait_for("servers to be at the newest version", partial(behind, arms), Supervisor([], bucket), 120)
+            wait_for("servers to be at the newest version", partial(behind, measured), Supervisor([], bucket), 120)
         for arm in arms:
             with suppress(DeltawireError):
                 arm.read_run()
         save()
         evaluate(measured, "after", Supervisor([], bucket))
         save()
-        _stop([process for process in running if process not in [arm.env for arm in arms]])
+        _stop(running)
         for arm in measured:
             if arm.case.sync == "deltas":
                 check_labels(arm, given, bucket)
@@ -867,110 +665,6 @@ def _write(file: Path, value: Any) -> None:
 def _stop(processes: Sequence[ChildProcess]) -> None:
     with uninterrupted():
         ChildProcess.stop_all(processes)
-
-
-def show(found: dict[str, Any]) -> None:
-    print(
-        "\narm                 solved first   last   steps  seconds  MB/step  share  sync s  pause ms  stale  tokens/s"
-    )
-    rows = [(name, found[name]) for name in ("deltas", "full", "none") if name in found]
-    rows += [(f"{sync} {mbit} Mbit/s", one) for mbit, of in found.get("slow", {}).items() for sync, one in of.items()]
-    rows += [(f"deltas, lr {rate}", one) for rate, one in found.get("rates", {}).items()]
-    for name, of in rows:
-        one = of["seeds"][0]
-        print(
-            f"{name:20} {_text(of.get('solved_first'), '.1%'):>11} {_text(of.get('solved_last'), '.1%'):>6} "
-            f"{_text(of.get('steps'), '.0f'):>7} {_text(of.get('seconds'), '.0f'):>8} "
-            f"{_text(of.get('bytes_per_step'), '.3f', 1e-6):>8} {_text(of.get('share_of_full'), '.2%'):>6} "
-            f"{_text((one['sync_s'] or {}).get('median'), '.2f'):>7} "
-            f"{_text((one['pause_ms'] or {}).get('median'), '.1f'):>9} "
-            f"{_text(of.get('staleness_mean'), '.1f'):>6} {_text(of.get('generated_tokens_per_s'), '.0f'):>9}"
-        )
-
-
-ARMS = {"deltas": "deltas", "full": "full weights", "none": "no sync"}
-Cell = Callable[[dict[str, Any]], str]
-
-
-def tables(found: dict[str, Any]) -> list[str]:
-    """The tables of docs/wordle-gpu.md, in Markdown."""
-    names = [name for name in ARMS if name in found]
-    result = [_table(["", *(ARMS[name] for name in names)], [found[name]["seeds"][0] for name in names], COMPARED)]
-    for mbit, of in found.get("slow", {}).items():
-        head = [f"{mbit} Mbit/s", "deltas", "full weights"]
-        result.append(_table(head, [of[name]["seeds"][0] for name in ("deltas", "full")], SLOW))
-    if rates := sorted(found.get("rates", {}).items(), key=lambda one: float(one[0])):
-        head = ["learning rate", *(rate for rate, _ in rates), f"{found['training']['learning_rate']}, the curves"]
-        result.append(_table(head, [of["seeds"][0] for _, of in [*rates, ("", found["deltas"])]], RATES))
-    for checked in found.get("labels", {}).values():
-        away = sorted((int(name), value) for name, value in checked["mean_difference"].items())
-        head = ["versions from that of the label", *(f"{name:+d}" if name else "0" for name, _ in away)]
-        result.append(_table(head, [{"difference": value} for _, value in away], LABELS))
-    return result
-
-
-def _table(head: Sequence[str], columns: Sequence[dict[str, Any]], rows: dict[str, Cell]) -> str:
-    lines = [head, ["---"] * len(head), *([name, *map(cell, columns)] for name, cell in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _of(name: str, form: str, unit: str = "", scale: float = 1.0) -> Cell:
-    return lambda arm: _text(arm[name], form, scale) + (unit if arm[name] is not None else "")
-
-
-def _both(one: Cell, other: Cell) -> Cell:
-    return lambda arm: f"{one(arm)}, {other(arm)}"
-
-
-def _spreads(name: str, form: str, unit: str) -> Cell:
-    """Median, 90 %, longest."""
-    return lambda arm: (
-        ", ".join(f"{arm[name][of]:{form}}" for of in ("median", "p90", "max")) + unit if arm[name] else "–"
-    )
-
-
-def _sent(name: str) -> Cell:
-    def text(arm: dict[str, Any]) -> str:
-        return f"{arm[name] / 1e6:.2f} MB, {arm[name] / arm['full_bytes']:.2%}" if arm[name] else "0"
-
-    return text
-
-
-COMPARED: dict[str, Cell] = {
-    "games solved before, after": _both(_of("solved_first", ".1%"), _of("solved_last", ".1%")),
-    "in training, first and last 256 games": _both(
-        _of("solved_in_training_first", ".1%"), _of("solved_in_training_last", ".1%")
-    ),
-    "steps, seconds": _both(_of("steps", ".0f"), _of("seconds", ".0f")),
-    "steps per hour": _of("steps_per_hour", ",.0f"),
-    "sent per step, share of full weights": _sent("bytes_per_step"),
-    "the same in the later half": _sent("bytes_per_step_later_half"),
-    "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".2f", " s"),
-    "pause of the server: median, 90 %, longest": _spreads("pause_ms", ".1f", " ms"),
-    "the trainer waited per sync": _of("trainer_held_s", ".0f", " ms", 1e3),
-    "steps that a sample is old: mean, most": _both(_of("staleness_mean", ".1f"), _of("staleness_max", ".0f")),
-    "tokens generated per second": _of("generated_tokens_per_s", ",.0f"),
-    "versions, served, with full weights": _both(
-        _of("versions", ".0f"), _both(_of("served", ".0f"), _of("anchors", ".0f"))
-    ),
-}
-SLOW: dict[str, Cell] = {
-    "steps per hour": _of("steps_per_hour", ",.0f"),
-    "versions, served": _both(_of("versions", ".0f"), _of("served", ".0f")),
-    "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".1f", " s"),
-    "seconds of a step, of which it waited for samples": _both(_of("step_s", ".1f"), _of("rollout_wait_s", ".1f")),
-}
-RATES: dict[str, Cell] = {
-    "steps": _of("steps", ".0f"),
-    "sent per step, share of full weights": _sent("bytes_per_step"),
-    "the same in the later half": _sent("bytes_per_step_later_half"),
-    "changed per step in the later half": _of("changed_later_half", ".2%"),
-}
-LABELS: dict[str, Cell] = {"mean difference of log-probabilities": _of("difference", ".4f")}
-
-
-def _text(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "–" if value is None else format(value * scale, form)
 
 
 if __name__ == "__main__":

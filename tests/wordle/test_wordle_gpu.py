@@ -14,7 +14,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,6 +21,7 @@ import pytest
 
 import deltawire as dw
 import environments
+from deltawire_wordle.processes import free_port
 from deltawire_wordle.seaweed import SeaweedFS
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +38,6 @@ def note(file: Path, *lines: dict[str, Any]) -> None:
         out.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def arm_of(gpu: Any, folder: Path, case: Any) -> Any:
-    return gpu.Arm(case, Namespace(folder=folder, python=sys.executable, device="cpu"), SimpleNamespace(endpoint=""))
-
-
 def test_a_folder_says_which_case_it_is_of(gpu: Any) -> None:
     for case in (gpu.Case("deltas", 0), gpu.Case("full", 3, mbit=100), gpu.Case("deltas", 1, rate=1e-6)):
         assert gpu.parse_case(case.name) == case
@@ -50,7 +46,7 @@ def test_a_folder_says_which_case_it_is_of(gpu: Any) -> None:
 
 def test_half_a_line_is_left_for_later(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "lines"
-    lines = gpu.Lines(file)
+    lines = importlib.import_module("_wordle_figures").Lines(file)
     assert lines.more() == []
     file.write_bytes(b'{"a": 1}\n{"a": ')
     assert lines.more() == [{"a": 1}]
@@ -62,8 +58,7 @@ def test_half_a_line_is_left_for_later(gpu: Any, tmp_path: Path) -> None:
 
 
 def test_figures_of_two_calls_one_of_which_was_cut_off(gpu: Any, tmp_path: Path) -> None:
-    case = gpu.Case("deltas", 0)
-    folder = tmp_path / case.name
+    folder = tmp_path / "deltas-0"
     folder.mkdir()
     played = {"reward": 0.5, "games": 100, "versions": [0]}
     note(
@@ -78,7 +73,7 @@ def test_figures_of_two_calls_one_of_which_was_cut_off(gpu: Any, tmp_path: Path)
         {"at": 112, "reward": 0.1, "stale": 2, "tokens": 50},
     )
     # it never said that it ended: that is when its last step was
-    arm_of(gpu, tmp_path, case)
+    gpu.Notes(folder)
     note(
         folder / "events.jsonl",
         {"event": "began", "at": 1000, "until": 1060},
@@ -103,7 +98,7 @@ def test_figures_of_two_calls_one_of_which_was_cut_off(gpu: Any, tmp_path: Path)
         {"at": 1011, "version": 0, "timings": {}, "guard": "patch"},
         {"at": 1012, "version": 1, "timings": {"total": 9}, "guard": "patch"},
     )
-    found = gpu.figures(arm_of(gpu, tmp_path, case))
+    found = gpu.figures(gpu.Notes(folder))
     assert (found["seconds"], found["steps"], found["games"]) == (25 + 60, 2, 3)
     assert (found["solved_first"], found["solved_last"]) == (0.3, 0.6)
     assert (found["bytes_per_step"], found["share_of_full"]) == (20, 0.02), "without the weights to start from"
@@ -138,9 +133,11 @@ def test_a_line_carries_what_it_is_given_both_ways() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         script = str(ROOT / "benchmarks" / "_throttle.py")
         port = server.getsockname()[1]
-        line = subprocess.Popen([sys.executable, script, str(port), "800", "2"], stdout=subprocess.PIPE, text=True)
+        first, second = free_port(), free_port()
+        command = [sys.executable, script, str(port), "800", str(first), str(second)]
+        line = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            first, second = json.loads(line.stdout.readline())["ports"]  # type: ignore[union-attr]
+            assert json.loads(line.stdout.readline()) == {"event": "ready"}  # type: ignore[union-attr]
             data = os.urandom(300_000)
             with socket.create_connection(("127.0.0.1", first)) as client:
                 there, _ = server.accept()
@@ -215,20 +212,26 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python() -> str:
+    """With TRL."""
+    return str(environments.trl("trl,rl"))
+
+
+@pytest.fixture(scope="module")
+def start(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that has seen a few games."""
     folder = tmp_path_factory.mktemp("start") / "model"
     words = ["--model", "tiny", "--device", "cpu", "--seconds", "5", "--batch", "8", "--games", "8"]
-    command = [str(environments.trl("trl,rl")), "examples/wordle_start.py", str(folder), *words]
+    command = [python, "examples/wordle_start.py", str(folder), *words]
     quiet = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     subprocess.run(command, cwd=ROOT, check=True, env=quiet)
     return folder
 
 
 @pytest.fixture
-def options(start: Path) -> list[str]:
+def options(python: str, start: Path) -> list[str]:
     return [
-        "--model", str(start), "--trainer-python", str(environments.trl("trl,rl")), "--games", "8", "--labels", "40",
+        "--model", str(start), "--trainer-python", python, "--games", "8", "--labels", "40",
         "--save-steps", "2", "--per-device-train-batch-size", "8", "--num-generations", "4", "--max-inflight-tasks",
         "8", "--queue-maxsize", "16", "--learning-rate", "1e-4",
     ]  # fmt: skip
