@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -188,7 +189,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    return {"median": median(ordered), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
+    return {"median": median(ordered), "p90": ordered[ceil(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
 
 
 def of_seeds(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
