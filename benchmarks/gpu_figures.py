@@ -2,6 +2,7 @@
 
     DEVICE=cuda python benchmarks/gpu_figures.py FOLDER                # half an hour; FOLDER gets results and logs
     DEVICE=cuda python benchmarks/gpu_figures.py FOLDER --only 0.6B lora
+    DEVICE=cuda python benchmarks/gpu_figures.py FOLDER --only 30B-A3B # alone: ten minutes, 70 GB in /dev/shm
     python benchmarks/gpu_figures.py FOLDER --small                    # a try on a CPU, with tiny models
 
 A server takes two minutes to start, which would be most of the time if each were measured before the next is started.
@@ -65,12 +66,22 @@ TURNS = [
 """Server and phase, in the order of measurement: each control phase directly before what it is compared with."""
 PROGRAMS = [("held", "held.py --step 0.3 --publishes 5 --repeats 10 --only snapshot,adamw --out FOLDER")]
 """Measured when all servers have ended."""
+_MOE = (
+    "pause_server.py --shape 30B-A3B --alone /dev/shm --scratch /dev/shm --phases memory control packed equal"
+    " --control 8 --tokens 1000 --settle 5 --flags '--gpu-memory-utilization 0.9 --kv-cache-memory-bytes 20G'"
+)
+ALONE = [
+    ("30B-A3B", f"{_MOE} --syncs 6 --out FOLDER/30B-A3B.json"),
+    ("30B-A3B-fp8", f"{_MOE} --syncs 8 --view fp8-block-ue8m0 --out FOLDER/30B-A3B-fp8.json"),
+    ("portions", "portions.py --out FOLDER/portions.json"),
+]
+"""These need all of the device and most of the host's memory: measured only if they are named."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for results (NAME.json) and logs (NAME.log)")
-    parser.add_argument("--only", nargs="+", choices=[*(s.name for s in SERVERS), *dict(PROGRAMS)], default=None)
+    parser.add_argument("--only", nargs="+", choices=[*(s.name for s in SERVERS), *dict(PROGRAMS + ALONE)])
     parser.add_argument("--minutes", type=float, default=45.0, help="stop after this time")
     parser.add_argument("--small", action="store_true", help="tiny models, few versions: a try of the script itself")
     options = parser.parse_args()
@@ -119,11 +130,11 @@ def main() -> None:
                     wait_for(name, turns / f"{phase}.done")
         for name in commands:
             finish(name)
-        for name, command in [] if options.small else PROGRAMS:
-            if options.only is None or name in options.only:
-                print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
-                start(name, command)
-                finish(name)
+        named = PROGRAMS if options.only is None else [each for each in PROGRAMS + ALONE if each[0] in options.only]
+        for name, command in [] if options.small else named:
+            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+            start(name, command)
+            finish(name)
     except subprocess.TimeoutExpired:
         failed.append(f"stopped after {options.minutes:g} minutes")
     finally:
