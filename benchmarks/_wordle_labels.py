@@ -89,7 +89,11 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     there = {*run.listed()}
     found = chosen(given.folder, given.count, given.versions)
     pairs = sorted({(v + away, v) for v in found for away in AWAY if v + away in there})
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(given.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False)
+        .to(given.device)
+        .eval()
+    )
     errors: dict[int, list[float]] = defaultdict(list)
     by_completion: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     replica, at = dw.Replica(given.run, heartbeat=0), None
