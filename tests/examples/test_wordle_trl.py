@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def test_a_few_steps(tmp_path: Path) -> None:
     env, server = free_port(), free_port()
     wordle = [*deltawire, "env", "wordle", "--words", "toy", "--guesses", str(GUESSES), "--port", str(env)]
     serve = [*deltawire, "serve", str(model), "--run", run, "--port", str(server), "--poll", "0.2"]
-    with Server(wordle, env), Server(serve, server, env=QUIET):
+    said = tmp_path / "trainer.log"
+    with Server(wordle, env), said.open("wb") as log_file:
         command = [
             python, str(EXAMPLES / "wordle_trl.py"), "--model", str(model), "--run", run, "--env-url", f"http://127.0.0.1:{env}",
             "--server-url", f"http://127.0.0.1:{server}", "--guesses", str(GUESSES), "--games", "16",
@@ -48,7 +50,14 @@ def test_a_few_steps(tmp_path: Path) -> None:
             "--output-dir", str(out), "--use-cpu", "True", "--bf16", "False", "--gradient-checkpointing", "False",
             "--report-to", "none", "--logging-steps", "1", "--save-strategy", "steps", "--save-steps", str(STEPS),
         ]  # fmt: skip
-        subprocess.run(command, check=True, env=QUIET, timeout=900)
+        with subprocess.Popen(command, env=QUIET, stderr=log_file) as trainer:
+            # a server that starts late is waited for, in one line
+            while "waiting for the server" not in said.read_text():
+                assert trainer.poll() is None, said.read_text()
+                time.sleep(0.5)
+            with Server(serve, server, env=QUIET):
+                assert trainer.wait(900) == 0, said.read_text()
+    assert "Cannot connect" not in said.read_text()
     saved = out / f"checkpoint-{STEPS}"
     log = [
         entry for entry in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in entry

@@ -80,13 +80,16 @@ class BucketTransfer:
         self._trainer: Any = None
         self._first: PublishHandle | None = None
         """The version that `attach` published."""
+        self._wait: Callable[[], None] | None = None
         self._syncs = Syncs()
 
     # ── called by the trainer ────────────────────────────────────────────────────────────────────────────────────────
 
     def init_weight_transfer(self) -> None:
-        """Open the run, so that a wrong address is an error now."""
+        """Open the run, so that a wrong address is an error now. Attached: wait for the server, as TRL's own does."""
         self._open()
+        if self._wait is not None:
+            self._wait()
 
     def pause(self) -> None:
         """Do nothing: a replica pauses itself for the milliseconds in which it patches its weights."""
@@ -141,7 +144,7 @@ class BucketTransfer:
                 self._model = model if peft_model is None else peft_model.get_base_model()
                 self._first = self._publish(trainer._streaming_iter(), step=0)
             client = trainer.vllm_client
-            client.wait_for_server_ready = partial(
+            client.wait_for_server_ready = self._wait = partial(
                 wait_for_server, client.server_url, client.server_timeout, self._open(), adapter_name=name
             )
         trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics, self.destroy))
