@@ -25,6 +25,12 @@ STEPS, GUESSES = 4, 5
 
 
 @pytest.mark.slow
+def test_a_game_is_written_as_trl_writes_it() -> None:
+    form = str(Path(__file__).with_name("start_form.py"))
+    subprocess.run([str(environments.trl("trl,rl")), form], check=True, env=QUIET)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_few_steps(tmp_path: Path) -> None:
     python = str(environments.trl("trl,rl"))
