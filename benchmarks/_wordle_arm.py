@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -102,13 +103,16 @@ class NotedQueue:
 
     def get(self, *args: Any, **options: Any) -> Any:
         sample = self._queue.get(*args, **options)
-        note(
-            self._file,
-            at=time.time(),
-            reward=round(sample.metrics["reward"], 4),
-            stale=self._trainer.model_version - sample.model_version,
-            tokens=int(sample.completion_mask.sum()),
-        )
+        reward = sample.metrics["reward"]
+        # one without a reward was lost by the environment
+        if math.isfinite(reward):
+            note(
+                self._file,
+                at=time.time(),
+                reward=round(reward, 4),
+                stale=self._trainer.model_version - sample.model_version,
+                tokens=int(sample.completion_mask.sum()),
+            )
         return sample
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +130,8 @@ class Watch(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        figures = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+        found = (logs or {}).items()
+        figures = {name: value for name, value in found if isinstance(value, (int, float)) and math.isfinite(value)}
         note(self._file, at=time.time(), step=state.global_step, attempt=self._attempt, **figures)
 
 

@@ -221,6 +221,8 @@ def show(found: dict[str, Any]) -> None:
         )
 
 
+QWEN3_BYTES = 2 * 596_049_920
+"""Of Qwen3-0.6B in bf16."""
 ARMS = {"deltas": "deltas", "full": "full weights", "none": "no sync"}
 Cell = Callable[[dict[str, Any]], str]
 
@@ -239,7 +241,26 @@ def tables(found: dict[str, Any]) -> list[str]:
         away = sorted((int(name), value) for name, value in checked["mean_difference"].items())
         head = ["versions from that of the label", *(f"{name:+d}" if name else "0" for name, _ in away)]
         result.append(_table(head, [{"difference": value} for _, value in away], LABELS))
-    return result
+    return [*result, _beside(found)]
+
+
+def _beside(found: dict[str, Any]) -> str:
+    """What was published of delta weight sync for TRL with Qwen3-0.6B, and this run; payloads scaled by weights."""
+    curves = found["deltas"]["seeds"][0]
+    arms = {f"{float(rate):g}": of["seeds"][0] for rate, of in found.get("rates", {}).items()}
+    arms[f"{float(found['training']['learning_rate']):g}"] = curves
+    lines = [["", "published", "this run", "scaled to 0.6B weights"], ["---"] * 4]
+    for rate, arm in sorted(arms.items(), key=lambda one: float(one[0])):
+        if arm["bytes_per_step_later_half"]:
+            share = arm["bytes_per_step_later_half"] / arm["full_bytes"]
+            published = "20 to 35 MB, 1.7 to 2.9 %" if len(lines) == 2 else "–"
+            sent = f"{arm['bytes_per_step_later_half'] / 1e6:.2f} MB, {share:.2%}"
+            lines.append(
+                [f"sent per step, learning rate {rate}", published, sent, f"{share * QWEN3_BYTES / 1e6:.1f} MB"]
+            )
+    lines.append(["from a step to the server", "9.4 to 12 s", f"{curves['sync_s']['median']:.2f} s", "–"])
+    lines.append(["pause of the server", "1.1 s", f"{curves['pause_ms']['median']:.1f} ms", "–"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _table(head: Sequence[str], columns: Sequence[dict[str, Any]], rows: dict[str, Cell]) -> str:
