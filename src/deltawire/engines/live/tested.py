@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-VERSIONS = {"vllm": ("0.29", "0.30", "0.31", "0.32"), "sglang": ("0.5.23",)}
+VERSIONS = {"vllm": ("0.29", "0.30", "0.31", "0.32", "0.33"), "sglang": ("0.5.23",)}
 """Releases by engine; each stands for those that only add to it, such as 0.32.1."""
 
 
