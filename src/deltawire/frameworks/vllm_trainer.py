@@ -105,11 +105,12 @@ def _weights(source: Any, rank: int) -> Any:
             return iter(source)
         return [dw.Shard(name, tensor, tensor.shape) for name, tensor in source if tensor is not None]
     metas = {meta.name: meta for meta in source.metadata}
+    # whole tensors on every rank, or on the only one, which may have no process group
+    if source.implements_iter_full() and all(meta.owners is None for meta in metas.values()):
+        return source.iter_full()
     if source.implements_iter_local():
         parts = source.iter_local()
         return [dw.Shard(name, part, metas[name].shape, _where(metas[name], rank)) for name, part in parts]
-    if all(meta.owners is None for meta in metas.values()):
-        return source.iter_full()
     return [dw.Shard(name, tensor, tensor.shape) for name, tensor in source.iter_full()]
 
 
