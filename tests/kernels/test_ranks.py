@@ -18,10 +18,10 @@ from deltawire.kernels import (
     Plan,
     apply,
     class_counts,
-    compile_classes,
     digest_change_by_group,
     grid,
     place,
+    rehearse,
     rules,
     torch_ops,
 )
@@ -117,14 +117,14 @@ def test_steps_equal_those_of_the_core(ops: ModuleType, device: torch.device, st
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU compiles")
-def test_no_delta_makes_a_device_compile_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_delta_makes_a_device_compile_after_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     compiled: list[object] = []
     shapes = [(64, 1024), (1, 1024), (30, 128), (64, 512), (8, 64)]
     dtypes = [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.uint8, torch.float32]
     tensors = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    compile_classes(tensors, shapes)
+    rehearse((1, 2, 4), torch.device("cuda"))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["repr"]))
     for classes, some in product(range(2, CLASSES + 1), ((0, 2), (0, 2, 3), (3,), (0, 3, 4))):
         for tiles, leveled in ((1, False), (7, True), (16, True), (17, False)):

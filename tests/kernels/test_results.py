@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from deltawire.core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
-from deltawire.kernels import compile_classes
 from deltawire.kernels.plan import Plan, grid
 from deltawire.kernels.results import Changed, rules
 
@@ -33,12 +32,3 @@ def test_levels_of_a_tile_are_found_where_the_rules_say() -> None:
     row_at, _ = found.level_at[4].tolist()
     assert found.levels[row_at : row_at + 20].tolist() == [ROW_NEUTRAL] * 20
     assert rules(plan, [[7, 255, 1, 9, 9, 12]] * 2).levels.numel() == 0
-
-
-def test_what_is_run_to_compile_kernels_changes_no_weight() -> None:
-    shapes = [(40, 64), (1, 7), (0, 4), (3, 200)]
-    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.uint8]
-    tensors = [torch.full(shape, 3, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    compile_classes(tensors, shapes)
-    assert all((tensor == 3).all() for tensor in tensors)
-    compile_classes([], [])

@@ -12,10 +12,8 @@ know a count wait for it.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -23,15 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
-from ..core.codecs.context.tiles import grid_of, walked
+from ..core.codecs.context.classes import CLASSES
 from ..core.digest import StateDigest, tensor_keys
-from . import torch_ops
+from . import ahead, torch_ops
 from .host import on, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
 from .results import (
-    CLASS_STEPS,
     Changed,
     ClassRanks,
     ClassRules,
@@ -57,7 +53,6 @@ __all__ = [
     "apply",
     "class_counts",
     "class_ranks",
-    "compile_classes",
     "detect",
     "digest",
     "digest_change",
@@ -73,6 +68,7 @@ __all__ = [
     "read_region",
     "read_sheet",
     "region_plan",
+    "rehearse",
     "resolve",
     "rules",
     "state",
@@ -195,57 +191,11 @@ def place(
     return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
 
 
-def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
-    """Run once, with every kind of rules, what a `context` delta needs: a GPU compiles it on first use.
-
-    `shapes`: rows and columns of each tensor. What is written is what the tensors hold.
-    """
-    walks = [(number, walked(*shape)) for number, shape in enumerate(shapes) if shape[0] * shape[1]]
-    grids = [grid_of(*walk) for _, walk in walks]
-    usual = [grid(number, 0, walk[1], walk, tiles) for (number, walk), tiles in zip(walks, grids, strict=True)]
-    # rows in one piece: levels of columns begin where wide reads are allowed, as in most deltas
-    even = [
-        grid(number, 0, walk[1], walk, (min(walk[0], down * across), 1))
-        for (number, walk), (down, across) in zip(walks, grids, strict=True)
-    ]
-    each = [
-        [(s, _widths(Plan([tensors[s.tensor]], [replace(s, tensor=0)]))) for s in segments]
-        for segments in (usual, even)
-    ]
-    values, positions = ({width[n] for _, width in each[0]} for n in range(2))
-    # a delta has changes of some tensors only: its values and positions are as wide as the widest of these need
-    for value, position in product(values, positions):
-        for segments, wide_levels in zip(each, (False, True), strict=True):
-            plan = Plan(tensors, [s for s, width in segments if width[0] <= value and width[1] <= position])
-            if plan.tiles and _widths(plan) == (value, position):
-                _compile(tensors, plan, wide_levels=wide_levels)
-
-
-def _widths(plan: Plan) -> tuple[int, int]:
-    """Bytes of a value and of a position."""
-    return plan.value_dtype.itemsize, plan.position_dtype.itemsize
-
-
-def _compile(tensors: Sequence[Tensor], plan: Plan, *, wide_levels: bool) -> None:
-    """Without `wide_levels`: rules that have no levels, and levels that are read one by one."""
-    neutral = [
-        (np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in plan.segments
-    ]
-    # not floats, all of class 1
-    one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256]
-    for classes, levels in product(CLASS_STEPS, (neutral,) if wide_levels else (None, neutral)):
-        found = rules(plan, [[*one, classes]] * len(plan.segments), levels)
-        found = replace(found, aligned=found.aligned and wide_levels)
-        counts = torch.zeros_like(class_counts(tensors, plan, found))
-        counts[0, 1] = 1
-        dtypes = plan.position_dtype, plan.value_dtype
-        rank, step = (torch.zeros(1, dtype=dtype, device=plan.device) for dtype in dtypes)
-        changed = place(tensors, plan, found, counts, rank, step)
-    # the old bits over themselves: even the smallest step would change them
-    changed = replace(changed, new=changed.old)
-    origins = Origins(torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1), 1)
-    digest_change_by_group([str(number) for number in range(len(tensors))], changed, origins, plan=plan)
-    apply(tensors, changed, plan=plan)
+def rehearse(units: Collection[int], device: torch.device) -> None:
+    """Launch, for weights of so many bytes, all that staging, writing and proving versions on a device can launch: it
+    compiles a kernel on its first launch, which would delay a model that is served."""
+    if operations(device) is not torch_ops:
+        ahead.rehearse(units, device)
 
 
 @cache

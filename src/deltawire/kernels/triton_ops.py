@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..core import digest as core_digest
 from ..core.codecs.context.classes import CLASSES
-from . import _adamw, _change, _classes, _digest, _ranks
+from . import _adamw, _change, _classes, _digest, _ranks, _rows
 from .adamw import ChangeLog, Elements, StepInputs
 from .pace import in_turns
 from .plan import TILE, Launch, Plan
@@ -39,6 +40,15 @@ CLASS_RANKS = {"CHUNKS": 16, "GROUP": 128, "BLOCK": 32, "num_warps": 4}
 PLACE = {"CHUNKS": 32, "GROUP": 256, "BLOCK": 32, "num_warps": 4}
 ADAMW = {"WORDS": 32, "num_warps": 1}
 GATHER = {"BLOCK": 512, "num_warps": 4}
+ROWS = {"BLOCK": 512, "num_warps": 4}
+
+Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], object]
+"""What is done with a kernel, its grid, its arguments and its constants and options."""
+
+starting: ContextVar[Start] = ContextVar(
+    "starting", default=lambda kernel, grid, arguments, options: kernel[grid](*arguments, **options)
+)
+"""Launches a kernel; ahead.py has it compiled instead."""
 
 # Programs per multiprocessor that take tiles in turn. What fits at once: any that must wait work alone at the end.
 PROGRAMS = 5
@@ -49,7 +59,8 @@ def detect(
 ) -> Changed:
     """The differences between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
     launches = plan.launches(old, new)
-    counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
+    # zeros: where kernels are only compiled, nothing counts
+    counts = torch.zeros(plan.tiles, dtype=torch.int32, device=plan.device)
     for launch in launches:
         _run(_change.count_kernel, plan, launch, counts, CAST=cast, ALIGNED=launch.aligned, CHUNK=CHUNK, **COUNT)
     starts = _starts(counts)
@@ -57,12 +68,16 @@ def detect(
     total = int(starts[-1])
     if most is not None and total > most:
         raise TooMany(total)
+    return extract(plan, launches if total else (), starts, total, cast=cast)
+
+
+def extract(plan: Plan, launches: Iterable[Launch], starts: Tensor, total: int, *, cast: bool = False) -> Changed:
+    """The differences, once it is known how many there are in each tile."""
     values = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
     result = Changed(starts, torch.empty(total, dtype=plan.position_dtype, device=plan.device), *values)
-    if result.count:
-        for launch in launches:
-            options = {"CAST": cast, "ALIGNED": launch.aligned, "CHUNK": CHUNK, **EXTRACT}
-            _run(_change.extract_kernel, plan, launch, starts, result.positions, result.old, result.new, **options)
+    for launch in launches:
+        options = {"CAST": cast, "ALIGNED": launch.aligned, "CHUNK": CHUNK, **EXTRACT}
+        _run(_change.extract_kernel, plan, launch, starts, result.positions, result.old, result.new, **options)
     return result
 
 
@@ -110,12 +125,19 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins |
     out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
     if changed.count:
         units = plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device))
-        _digest.digest_change_kernel[(plan.tiles,)](
+        _start(
+            _digest.digest_change_kernel, plan.tiles,
             plan.geometry, units, keys, _digest_table(plan), changed.starts, changed.positions, changed.old,
             changed.new, keys if origins is None else origins.table, out,
             PLACED=origins is not None, PERIOD=core_digest.BLOCK, **DIGEST_CHANGE,
         )  # fmt: skip
     return out
+
+
+def digest_rows(bands: Launch, table: Tensor, out: Tensor) -> None:
+    """Add both lanes of the state digest of rows of 16-bit units that begin anywhere in its blocks (_rows.py)."""
+    for part in in_turns(bands, 4):
+        _start(_rows.rows_kernel, part.count, part.tiles, table, out, PERIOD=core_digest.BLOCK, **ROWS)
 
 
 def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
@@ -131,7 +153,8 @@ def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift
     programs = np.column_stack([numbers, turn * band[numbers], np.minimum((turn + 1) * band[numbers], rows[numbers])])
     work = np.concatenate([programs, table[numbers]], 1)
     sent = torch.from_numpy(work).to(units.device)
-    _classes.exponents_kernel[(len(work),)](units, sent, out, shift, mask, UNIT=units.dtype.itemsize, **EXPONENTS)
+    given = units, sent, out, shift, mask
+    _start(_classes.exponents_kernel, len(work), *given, UNIT=units.dtype.itemsize, **EXPONENTS)
     return out
 
 
@@ -139,10 +162,10 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: ClassRules) -> Tensor
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old), 4):
+        leveled, words = _variant(plan, launch, rules)
         _run(
             _classes.class_counts_kernel, plan, launch, rules.table, rules.levels, rules.level_at, sizes,
-            LEVELED=_leveled(rules), ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WIDE=_wide(rules),
-            **CLASS_COUNTS,
+            LEVELED=leveled, ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WIDE=_wide(words), **CLASS_COUNTS,
         )  # fmt: skip
     return sizes
 
@@ -203,7 +226,8 @@ def adamw(elements: Elements, work: StepInputs, log: ChangeLog | None, *, again:
             log.late = torch.zeros(blocks, dtype=torch.uint8, device=log.seen.device)
         seen, entries, used, late, room = log.seen, log.entries, log.used, log.late, log.entries.numel()
     for aligned, tiles in work.pointers.tiles.items():
-        _adamw.adamw_kernel[(tiles.numel() * per_tile,)](
+        _start(
+            _adamw.adamw_kernel, tiles.numel() * per_tile,
             tiles, elements.places, work.pointers.table, work.scalars, scale, inf, seen, entries, used, late, room,
             BF16=elements.bf16, LOG=log is not None, SCALED=work.grad_scale is not None,
             SKIPS=work.found_inf is not None, AGAIN=again, ALIGNED=aligned, TILE=TILE, **ADAMW,
@@ -215,23 +239,31 @@ def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -
     count = entries.numel()
     out = torch.empty(count, dtype=torch.uint16, device=elements.device)
     if count:
-        _adamw.gather_kernel[(triton.cdiv(count, GATHER["BLOCK"]),)](
-            elements.places, elements.table(params), entries, count, out, BF16=elements.bf16, **GATHER
-        )
+        given = elements.places, elements.table(params), entries, count, out
+        _start(_adamw.gather_kernel, triton.cdiv(count, GATHER["BLOCK"]), *given, BF16=elements.bf16, **GATHER)
     return out.view(torch.int16)
 
 
 def _run(kernel: Any, plan: Plan, launch: Launch, *arguments: Any, **options: Any) -> None:
     """A program for each tile of a launch."""
     given = launch.tiles, *launch.addresses, plan.geometry
-    kernel[(launch.count,)](*given, *arguments, UNIT=launch.unit, **options)
+    _start(kernel, launch.count, *given, *arguments, UNIT=launch.unit, **options)
+
+
+def _start(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    starting.get()(kernel, (programs,), arguments, options)
 
 
 def _rank(kernel: Any, plan: Plan, launch: Launch, rules: ClassRules, *arguments: Any, **options: Any) -> None:
     """Programs that take the tiles of a launch in turn, and count within classes."""
-    grid, shared = _persistent(plan, launch.count, rules)
+    leveled, words = _variant(plan, launch, rules)
+    programs, *scratch = _persistent(plan, launch, words)
     given = launch.tiles, launch.count, *launch.addresses, plan.geometry, rules.table, rules.levels, rules.level_at
-    kernel[grid](*given, *arguments, UNIT=launch.unit, ALIGNED=launch.aligned, **shared, **options)
+    _start(
+        kernel, programs, *given, *arguments, *scratch,
+        LEVELED=leveled, UNIT=launch.unit, ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WORDS=words,
+        WIDE=_wide(words), **options,
+    )  # fmt: skip
 
 
 def _paced(launches: Iterable[Launch], speed: int) -> Iterator[Launch]:
@@ -248,41 +280,36 @@ def _digest_table(plan: Plan) -> Tensor:
     return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
 
 
-def _words(rules: ClassRules) -> int:
-    """Words of four classes that kernels count."""
-    return next(step for step in CLASS_STEPS if step >= rules.classes) // 4
+def _variant(plan: Plan, launch: Launch, rules: ClassRules) -> tuple[int, int]:
+    """How a kernel that counts classes reads their levels (_classes.NO_LEVELS, LEVELS, ALIGNED_LEVELS), and how many
+    words of four classes it counts.
+
+    A kernel has to be compiled before the first launch that needs it, which may come with any delta. So what few deltas
+    have (levels that cannot be read wide, tiles that are not aligned or are large) has one kernel for all numbers of
+    classes, and levels are read wide only where weights are.
+    """
+    leveled = 0 if rules.levels.numel() == 0 else 1 + (rules.aligned and launch.aligned)
+    usual = launch.aligned and leveled != 1 and plan.position_dtype == torch.uint16
+    classes = next(step for step in CLASS_STEPS if step >= rules.classes) if usual else CLASSES
+    return leveled, classes // 4
 
 
-def _wide(rules: ClassRules) -> int:
+def _wide(words: int) -> int:
     """Classes that kernels count, a power of two."""
-    return int(triton.next_power_of_2(4 * _words(rules)))
+    return int(triton.next_power_of_2(4 * words))
 
 
-def _leveled(rules: ClassRules) -> int:
-    """Which of _classes.NO_LEVELS, LEVELS and ALIGNED_LEVELS the rules need."""
-    return 0 if rules.levels.numel() == 0 else 1 + rules.aligned
-
-
-def _persistent(plan: Plan, tiles: int, rules: ClassRules) -> tuple[tuple[int], dict[str, Any]]:
-    """A grid of programs that take tiles in turn, with scratch memory for each."""
-    words, wide = _words(rules), _wide(rules)
+def _persistent(plan: Plan, launch: Launch, words: int) -> tuple[int, Tensor, Tensor, int]:
+    """How many programs take tiles in turn; scratch memory for all of them, and for how many chunks each has some."""
+    wide = _wide(words)
     # a power of two, which the search for a chunk halves; at least 16, because Triton compiles a kernel of its own for
     # numbers that are not multiples of 16
     chunks = max(16, triton.next_power_of_2(plan.chunks(CHUNK)))
     kind = torch.int32 if plan.position_dtype == torch.uint32 else torch.uint16
     slot = chunks * (4 * words + kind.itemsize * wide)
-    programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS, _SCRATCH // slot))
-    options = {
-        "packed": torch.empty(programs * chunks * words, dtype=torch.uint32, device=plan.device),
-        "sums": torch.empty(programs * chunks * wide, dtype=kind, device=plan.device),
-        "chunks_at_most": chunks,
-        "LEVELED": _leveled(rules),
-        "CHUNK": CHUNK,
-        "CLASSES": CLASSES,
-        "WORDS": words,
-        "WIDE": wide,
-    }
-    return (programs,), options
+    programs = max(1, min(launch.count, _processors(plan.device) * PROGRAMS, _SCRATCH // slot))
+    packed = torch.empty(programs * chunks * words, dtype=torch.uint32, device=plan.device)
+    return programs, packed, torch.empty(programs * chunks * wide, dtype=kind, device=plan.device), chunks
 
 
 def _processors(device: torch.device) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels import torch_ops
 from ..kernels.host import on, wait
-from ..kernels.pace import in_turns
 from ..kernels.plan import Launch, Remember, flat, narrow, stretch, units, widen
 from .model import ModelWeights
 from .moves import ArrayInFile, CutTiles, DevicePieces, NumberedMoves
@@ -93,27 +91,6 @@ class DeviceShard:
         beside = served and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if beside else None
         self._slots = [_Slot() for _ in range(2)] if beside else []
-
-    def warm_up(self) -> None:
-        """Run all that staging runs, on the tiles that versions mostly have.
-
-        What a device compiles on first use would delay a model that is being served. A weight is written over itself.
-        """
-        if self._stream is None:
-            return
-        with self._on_own_stream():
-            starts = torch.ones(self._plan.tiles + 1, dtype=torch.int64, device=self._device)
-            starts[0] = 0
-            kinds = torch.zeros(self._plan.tiles, dtype=torch.int32, device=self._device)
-            dtypes = self._plan.position_dtype, self._plan.value_dtype
-            first, same = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in dtypes)
-            kernels.resolve(self._views, kernels.Moves(starts, first, same, kinds), plan=self._plan)
-            kernels.compile_classes(self._views, [(piece.region.rows, piece.region.columns) for piece in self._plain])
-            # full weights: a change where wide reads are allowed, and one where they are not
-            for dtype, count in product({units(view).dtype for view in self._views}, (64, 63)):
-                old, new = (torch.zeros(count, dtype=dtype, device=self._device) for _ in range(2))
-                new[0] = 1
-                kernels.detect([old], [new])
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -501,6 +478,7 @@ class _GroupProof:
         plan = kernels.flat_plan(views, unit=2) if aligned else None
         # a tensor that moves gets another shard: where they lie is looked up once
         self._add = operations.prepare_digest(plan, views, _placed_keys(plan, aligned)) if plan is not None else None
+        self._operations = operations
         by_kernel = operations is not torch_ops
         wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]
         self._bands = _bands_of(wide) if wide else None
@@ -512,10 +490,7 @@ class _GroupProof:
         if self._add is not None:
             self._add(out)
         if self._bands is not None:
-            from ..kernels._rows import rows_kernel
-
-            for part in in_turns(self._bands, 4):
-                rows_kernel[(part.count,)](part.tiles, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
+            self._operations.digest_rows(self._bands, self._table, out)
         for piece in self._slow:
             out += _rows_digest(piece, self._table)
 

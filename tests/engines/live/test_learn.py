@@ -21,7 +21,7 @@ from test_placement import as_tensors  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
-from deltawire.engines.live import learn, rank  # noqa: E402
+from deltawire.engines.live import decode_pieces, learn, rank  # noqa: E402
 from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
@@ -112,12 +112,10 @@ def test_writes_to_a_kernels_layout_are_compiled_ahead(monkeypatch: pytest.Monke
     # plain rows of the same width come first
     pieces = sorted(found, key=lambda piece: piece.places is not None)
     assert pieces[0].places is None
-    one, written = rank.Rank(Fused(), 0), []
-    one._shard, one._groups = open_shard(pieces), (0,) * len(pieces)
-    real = Placed.write
-    monkeypatch.setattr(rank, "compile_decoders", lambda: None)
+    written, real = [], Placed.write
+    monkeypatch.setattr(decode_pieces, "compile_decoders", lambda: None)
     monkeypatch.setattr(Placed, "write", lambda *given: written.append(1) or real(*given))
-    one._warm_up()
+    decode_pieces.warm_up(open_shard(pieces), (0,) * len(pieces))
     assert len(written) == 1
 
 

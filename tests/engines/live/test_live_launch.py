@@ -33,6 +33,14 @@ class Echo:
         return [*command, str(model)], {**environment, **options.variables()}
 
 
+@pytest.fixture(autouse=True)
+def ahead_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs that something is compiled for while an engine starts."""
+    runs: list[str] = []
+    monkeypatch.setattr(launch.ahead, "start", runs.append)
+    return runs
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> str:
     with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
@@ -54,7 +62,7 @@ def test_the_newest_version_is_written_once(run: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_yet_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead_of: list[str]
 ) -> None:
     """TRL waits for its server before it trains, so the server is often the first of the two."""
     started: list[str] = []
@@ -66,6 +74,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
     while "waiting for it" not in caplog.text:
         assert thread.is_alive()
         time.sleep(0.01)
+    assert ahead_of == [str(tmp_path / "run")]
     with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
         publisher.publish(model(0))
     thread.join(60)

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,20 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert found.stderr.startswith("deltawire: ")
     assert "nothing" in found.stderr
     assert not (tmp_path / "made").exists()
+
+
+def test_what_was_started_before_leaves_no_zombie(tmp_path: Path) -> None:
+    """What compiles beside the engine (ahead.py) is a child of the process that becomes this one."""
+    code = (
+        "import sys; from deltawire.engines.live.supervise import become; import os, subprocess\n"
+        "print(subprocess.Popen(['sleep', '0.5']).pid, flush=True)\n"
+        "become(sys.argv[1:], os.environ)"
+    )
+    command = [sys.executable, "-c", code, "sleep", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        beside = int(process.stdout.readline())
+        while Path(f"/proc/{beside}").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

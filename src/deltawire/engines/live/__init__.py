@@ -45,7 +45,8 @@ adapters    versions of adapters beside the base weights: followed, loaded, lent
 arrangement their weights, made ready in the decoder's process for ranks to copy
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; tested: versions of engines
             that were run
-launch      `deltawire serve --engine …`: write a version to a folder, then start the engine; supervise: wait for it
+launch      `deltawire serve --engine …`: write a version to a folder, then start the engine; supervise: wait for it;
+            ahead: compile beside it what its processes will need, decoders with small_deltas
 """
 
 from __future__ import annotations

@@ -15,16 +15,15 @@ import numpy as np
 import torch
 
 from ... import kernels
-from ...api import encode
 from ...core.change import Change, Region, RegionMoves, compare, pieces, whole
-from ...core.codecs import ENCODINGS, context
+from ...core.codecs import context
 from ...core.dtypes import Bits, lookup
 from ...core.full import Source, digests_of
 from ...core.parallel import ordered_map
 from ...core.scatter import gather
-from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
 from ...replica.shard import DENSE, LiveShard, Piece, PieceChange, Sums, cut, cut_moves
+from . import small_deltas
 from .placement import open_shard
 
 Lent = Mapping[Region, Bits]
@@ -157,16 +156,29 @@ class ShardDecoder:
         return old
 
 
+def warm_up(weights: LiveShard, groups: Sequence[int]) -> None:
+    """Compile all that is left before anything is served, which takes seconds in which a model beside it stands still:
+    write a weight of each width and layout over itself, prove, and decode something."""
+    kinds: dict[tuple[int, bool], PieceChange] = {}
+    for number, piece in enumerate(weights.pieces):
+        kind = piece.view.dtype.itemsize, piece.places is None
+        if kind not in kinds and piece.region.units:
+            bit = weights.read(number)[0, :1].copy()
+            change = Change(piece.region, np.zeros(1, np.uint32), bit, bit)
+            change.digest()
+            kinds[kind] = PieceChange(number, change)
+    patch = weights.prepare([*kinds.values()])
+    weights.shifts(patch, groups)
+    weights.write(patch)
+    weights.digests(groups)
+    compile_decoders()
+
+
 def compile_decoders() -> None:
     """Decode a delta of each encoding, for a piece that lies in one stretch of memory, for one that does not, and for
     one that is cut from the tensor."""
-    spec = TensorSpec("w", "BF16", (128, 256))
-    values = np.random.default_rng(0).normal(0, 0.05, spec.shape).astype(np.float32)
-    old = (values.view(np.uint32) >> 16).astype(np.uint16)
-    new = old + (np.arange(old.size) % 50 == 0).astype(np.uint16).reshape(old.shape)
-    for encoding in ENCODINGS:
-        blob = encode({"w": old}, {"w": new}, encoding, threads=1)
-        file = DeltaFile(lambda start, length, b=blob: b[start : start + length], len(blob), Schema.build([spec]))  # type: ignore[misc]
+    spec, old = small_deltas.SPEC, small_deltas.weights()
+    for file in small_deltas.open_all():
         for columns, width in ((256, 256), (256, 512), (128, 128)):
             view = torch.zeros((spec.rows, width), dtype=torch.bfloat16)[:, :columns]
             view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)[:, :columns]))

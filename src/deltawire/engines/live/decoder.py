@@ -60,32 +60,31 @@ class DecoderError(ChainError):
 
 
 class Decoder:
-    """Starts the decoder's process and calls it. The process ends with this one."""
+    """Starts the decoder's process, which takes a second or two, and calls it. The process ends with this one."""
 
     def __init__(self, folder: Path, opening: Open | None = None) -> None:
-        path = folder / "decoder.sock"
+        self._path, self._opening = folder / "decoder.sock", opening
         # of a process that was killed
-        path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(path)], stdin=subprocess.PIPE
+            [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(self._path)], stdin=subprocess.PIPE
         )
-        try:
-            self._caller = Caller(str(path))
-            if opening is not None:
-                self.call(opening, _OPEN_S)
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
+        self._caller: Caller | None = None
+        """None before the first call: nobody waits for a process that there is no delta for yet."""
 
     def call(self, message: ToDecoder, limit_s: float) -> Answer:
-        answer = self._caller.call(message, limit_s)
-        if "error" in answer:
-            raise DecoderError(answer["error"])
-        return answer
+        if self._caller is None:
+            if self._process.poll() is not None:
+                raise ChannelClosed(f"it ended with {self._process.returncode}")
+            caller = Caller(str(self._path))
+            if self._opening is not None:
+                _sound(caller.call(self._opening, _OPEN_S))
+            self._caller = caller
+        return _sound(self._caller.call(message, limit_s))
 
     def close(self) -> None:
-        self._caller.close()
+        if self._caller is not None:
+            self._caller.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -94,6 +93,12 @@ class Decoder:
             # all that it has is memory
             self._process.kill()
             self._process.wait()
+
+
+def _sound(answer: Answer) -> Answer:
+    if "error" in answer:
+        raise DecoderError(answer["error"])
+    return answer
 
 
 class KeptDecoder:

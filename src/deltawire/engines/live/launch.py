@@ -19,6 +19,7 @@ from ...core import full
 from ...core.errors import FolderError, SchemaMismatch
 from ..names import model_name
 from ..options import ServerOptions
+from . import ahead
 from .supervise import become
 
 __all__ = ["Launcher", "launch", "listen_flags", "tokenizer_flags", "write_version"]
@@ -45,6 +46,8 @@ def launch(engine: Launcher, options: ServerOptions) -> NoReturn:
     the version wanted; or to a temporary folder, which lies there while the server runs.
     """
     command, model, made = engine.find(), options.model, ""
+    if options.run:
+        ahead.start(options.run)
     try:
         if model is None:
             wait_for_run(options.run, options.poll)

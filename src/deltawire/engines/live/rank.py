@@ -22,24 +22,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 
 from ... import kernels
-from ...core.change import Change, Region
+from ...core.change import Region
 from ...core.container import open_file
 from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import open_delta
+from ...kernels.plan import unit_bytes
 from ...replica.shard import LiveShard, PieceChange, Sums
 from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
 from ..options import ServerOptions
 from . import arrays
 from .channel import Answer, listen
-from .decode_pieces import ShardDecoder, Wanted, compile_decoders
+from .decode_pieces import ShardDecoder, Wanted, warm_up
 from .guard import computed_with
 from .layout import sums_to_send
 from .learn import Layer, Learned
@@ -125,6 +125,21 @@ class Rank:
         self._staged: _Staged | None = None
         self._written: _Staged | None = None
         """The update that `apply` has begun to write."""
+        self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Have a device compile all that it can need for these weights, now: later it would hold up the model. It takes
+        a second where ahead.py has done it."""
+        state = self._model.state_dict(keep_vars=True).values()
+        # engines have scales and indices of their own among the buffers
+        weights = [it for it in state if isinstance(it, nn.Parameter) or (it.is_floating_point() and it.numel() > 1)]
+        clock, device = time.perf_counter(), next((weight.device for weight in weights), torch.device("cpu"))
+        try:
+            kernels.rehearse({unit_bytes(weight) for weight in weights}, device)
+        except Exception:
+            log.warning("rank %d: kernels could not be compiled before they are needed", self._number, exc_info=True)
+        spent = time.perf_counter() - clock
+        log.info("rank %d: kernels for %s are ready after %.1f s", self._number, device, spent)
 
     def call(self, text: str) -> Answer:
         """Do what the text of a message asks for. An error is returned as an answer, so that all ranks answer."""
@@ -206,7 +221,7 @@ class Rank:
     @_do.register
     def _group(self, message: SetGroups) -> Answer:
         self._groups = tuple(message.groups[self._number])
-        self._warm_up()
+        warm_up(self._weights, self._groups)
         return {}
 
     @_do.register
@@ -361,25 +376,6 @@ class Rank:
         if not isinstance(self._weights, DeviceShard):
             raise RuntimeError("this rank's weights are in host memory")
         return self._weights
-
-    def _warm_up(self) -> None:
-        """Compile all there is before anything is served, which takes seconds in which a model beside it stands still:
-        write a weight of each width and layout over itself, prove, and decode something."""
-        kinds: dict[tuple[int, bool], PieceChange] = {}
-        for number, piece in enumerate(self._weights.pieces):
-            kind = piece.view.dtype.itemsize, piece.places is None
-            if kind not in kinds and piece.region.units:
-                bit = self._weights.read(number)[0, :1].copy()
-                change = Change(piece.region, np.zeros(1, np.uint32), bit, bit)
-                change.digest()
-                kinds[kind] = PieceChange(number, change)
-        patch = self._weights.prepare([*kinds.values()])
-        self._weights.shifts(patch, self._groups)
-        self._weights.write(patch)
-        self._sums()
-        if not self._weights.audited:
-            self._on_device.warm_up()
-        compile_decoders()
 
     def _sums(self) -> Sums:
         return self._weights.digests(self._groups)

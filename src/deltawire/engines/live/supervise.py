@@ -50,6 +50,7 @@ def run(line: Sequence[str]) -> int:
     server = subprocess.Popen([*line], preexec_fn=start)
     while server.poll() is None:
         got = signal.sigwaitinfo({*SIGNALS, signal.SIGCHLD})
+        _reap_others(server.pid)
         if got.si_signo != signal.SIGCHLD:
             asked = asked or got.si_signo
             if got.si_code != _SI_KERNEL:
@@ -60,6 +61,14 @@ def run(line: Sequence[str]) -> int:
     if code < 0:
         return 0 if asked else 128 - code
     return code
+
+
+def _reap_others(server: int) -> None:
+    """Take note of the end of processes that this one had started before it became what it is (ahead.py)."""
+    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if ended.si_pid == server:
+            break
+        os.waitpid(ended.si_pid, 0)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class EngineTarget:
         if schema == self._schema:
             return False
         run.check_kind(is_adapter=False)
-        self._schema = Schema.build(())
+        self._schema, clock = Schema.build(()), time.perf_counter()
         answers = self._all(messages.Locate(schema, self.engine.first_rank))
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
@@ -126,7 +126,9 @@ class EngineTarget:
             self._all(messages.SetGroups([list(groups) for groups in self._layout.groups]))
         self._check_layout(schema)
         self._schema = schema
-        if self.refused:
+        if not self.refused:
+            log.info("the weights can be patched (found in %.1f s)", time.perf_counter() - clock)
+        else:
             log.warning("deltas are refused, every version is reloaded in full: %s", self.refused)
         return True
 
