@@ -22,7 +22,8 @@ def weights(version: int = 0) -> Bits:
     """The bits that the deltas start from, or lead to."""
     numbers = np.arange(SPEC.units, dtype=np.int64)
     changed = version * (numbers * 48271 % 331 == 0)
-    return (0x3C00 + numbers * 40503 % 1021 + changed).astype(np.uint16).reshape(SPEC.shape)
+    bits: Bits = (0x3C00 + numbers * 40503 % 1021 + changed).astype(np.uint16)
+    return bits.reshape(SPEC.shape)
 
 
 def open_all() -> list[DeltaFile]:
