@@ -214,7 +214,6 @@ class _Versions:
         self._run, self._reference, self._count = run, model, options.versions
         self._weights = load_file(model / "model.safetensors", device=options.device)
         self._device = options.device
-        self._publisher: Any = None
         self._open("context", first=True)
         self._publisher.publish(self._weights).result(600)
 
@@ -227,10 +226,10 @@ class _Versions:
     def _open(self, encoding: str, *, first: bool = False, **anchors: Any) -> None:
         from deltawire.trainer import Publisher
 
-        if self._publisher is not None:
+        if not first:
             self._publisher.close()
         given = {"anchor_ratio": 100.0, **anchors, **({"reference": self._reference} if first else {})}
-        self._publisher = Publisher(self._run, encoding=encoding, **given)
+        self._publisher: Any = Publisher(self._run, encoding=encoding, **given)
         if not first:
             self._publisher.resume(self._weights)
 
