@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from _charts import chart
+
 SOLVED = 0.9
 """The least reward of a game that was solved (_wordle_arm.py)."""
 WINDOW = 256
@@ -242,6 +244,23 @@ def tables(found: dict[str, Any]) -> list[str]:
         head = ["versions from that of the label", *(f"{name:+d}" if name else "0" for name, _ in away)]
         result.append(_table(head, [{"difference": value} for _, value in away], LABELS))
     return [*result, _beside(found)]
+
+
+def draw(found: dict[str, Any]) -> str:
+    """Solved games over time, and over steps, of the first seed."""
+    charts = []
+    for axis, text in (("seconds", "seconds"), ("step", "steps")):
+        lines = {
+            label: [(point[axis], 100 * point["solved"]) for point in found[name]["seeds"][0]["curve"]]
+            for name, label in reversed(ARMS.items())
+            if name in found
+        }
+        made = chart(f"games solved in training, %, over {text}", lines, text, top=100)
+        charts.append(made.replace("<svg ", f'<svg y="{180 * len(charts)}" ', 1))
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="560" height="360" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(charts)}</svg>\n'
+    )
 
 
 def _beside(found: dict[str, Any]) -> str:

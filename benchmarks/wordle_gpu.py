@@ -4,7 +4,7 @@
     python benchmarks/wordle_gpu.py FOLDER --device cuda --minutes 5            goes on from where that ended
     python benchmarks/wordle_gpu.py FOLDER --device cuda --minutes 3 --arms --slow 100 --rates 1e-6 3e-6
     python benchmarks/wordle_gpu.py FOLDER --device cpu --minutes 1             a tiny model, on two cores
-    python benchmarks/wordle_gpu.py --tables RESULT.json                        as in docs/wordle-gpu.md
+    python benchmarks/wordle_gpu.py --tables RESULT.json                        of docs/wordle-gpu.md; and RESULT.svg
 
 Every arm has a trainer (examples/wordle_trl.py), a rollout server and an environment, each a process of its own; all
 use one SeaweedFS. They start from the same checkpoint (examples/wordle_start.py), with the same seeds, train for the
@@ -45,7 +45,7 @@ import httpx
 
 import deltawire as dw
 from _report import about, print_about
-from _wordle_figures import SOLVED, WINDOW, Notes, figures, of_seeds, show, tables
+from _wordle_figures import SOLVED, WINDOW, Notes, draw, figures, of_seeds, show, tables
 from deltawire.cli.ui import ended_by_sigterm
 from deltawire.errors import DeltawireError, ObjectNotFound
 from deltawire_wordle.processes import ChildProcess, free_port, uninterrupted
@@ -595,7 +595,9 @@ def _with_trl(on_cpu: bool) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--tables"]:
-        print("\n\n".join(tables(json.loads(Path(sys.argv[2]).read_text()))))
+        result = Path(sys.argv[2])
+        print("\n\n".join(tables(found := json.loads(result.read_text()))))
+        result.with_suffix(".svg").write_text(draw(found))
         return
     given = options()
     facts = {**about(), "command": shlex.join(["python", "benchmarks/wordle_gpu.py", *plain(sys.argv[1:])])}
