@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from deltawire.engines.live import arrays, messages  # noqa: E402
 from deltawire.engines.live import decoder as decoding  # noqa: E402
 from deltawire.engines.live.decoder import Decoder, DecoderError, _Process  # noqa: E402
 from deltawire.engines.live.messages import Open, Read  # noqa: E402
-from deltawire.replica import device  # noqa: E402
+from deltawire.replica import device, portions  # noqa: E402
 from deltawire.replica.device import DeviceShard  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 
@@ -38,11 +39,19 @@ def opening(ranks: Ranks) -> Open:
 
 
 @pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.02), ("context", 0.9)))
-@pytest.mark.parametrize("world, bias", ((1, True), (2, False)))
+@pytest.mark.parametrize("world, bias, room", ((1, True, None), (2, False, None), (2, False, 20_000)))
 def test_ranks_receive_what_a_delta_changes(
-    tmp_path: Path, world: int, bias: bool, encoding: str, density: float
+    tmp_path: Path,
+    world: int,
+    bias: bool,
+    room: int | None,
+    encoding: str,
+    density: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ranks, fresh = Ranks(world, DeviceShard, **SIZES, bias=bias), Ranks(world, **SIZES, bias=bias)
+    monkeypatch.setattr(portions, "_LEAST_CHANGES", 1000)
+    ranks = Ranks(world, partial(DeviceShard, room=room), **SIZES, bias=bias)
+    fresh = Ranks(world, **SIZES, bias=bias)
     old = random_bag(ranks.schema, 3)
     new = moved_bag(old, 4, density)
     ranks.load(old)
@@ -71,6 +80,7 @@ def test_ranks_receive_what_a_delta_changes(
         )
         shifts = shard.shifts(patch, groups)
         patches.append(patch)
+        assert bool(patch._away) == (room is not None)
         assert ranks.bytes()[number] == before[number]
         shard.write(patch)
         assert shard.digests(groups) == {group: present[group] + shifts[group] for group in present}
