@@ -86,9 +86,17 @@ def logprobs(model: Any, completions: list[dict[str, Any]]) -> list[list[float]]
 
 def check(given: argparse.Namespace) -> dict[str, Any]:
     run = dw.Run.open(given.run)
-    there = {*run.listed()}
+    there = {version: run.manifest(version).digest for version in run.listed()}
     found = chosen(given.folder, given.count, given.versions)
-    pairs = sorted({(v + away, v) for v in found for away in AWAY if v + away in there})
+    # a sync that changed nothing, as the first one, is no other version
+    pairs = sorted(
+        {
+            (v + away, v)
+            for v in found
+            for away in AWAY
+            if v + away in there and (away == 0 or there[v + away] != there.get(v))
+        }
+    )
     model = (
         AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False)
         .to(given.device)
