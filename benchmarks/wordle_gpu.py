@@ -130,7 +130,7 @@ class Arm(Notes):
         (self.folder / "gate.json").unlink(missing_ok=True)
         given, env = self._given, self.env_url.rpartition(":")[2]
         words = [given.python, "-m", "deltawire.cli", "env", "wordle", "--words", str(GAME["words"]), "--guesses",
-                 str(GAME["guesses"]), "--port", env, "--json"]  # fmt: skip
+                 str(GAME["guesses"]), "--port", env, "--max-sessions", "1024", "--json"]  # fmt: skip
         self.trainer = self._process("trainer", *self._training())
         self.processes = [self._process("env", words), self._process("server", *self._serving()), self.trainer]
         if self.case.mbit:
@@ -542,7 +542,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--slow", type=float, metavar="MBIT", help="add deltas and full over lines of this speed")
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="add deltas at these learning rates")
-    parser.add_argument("--games", type=int, help="of an evaluation (256; on a CPU 32)")
+    parser.add_argument("--games", type=int, help="of an evaluation (512; on a CPU 32)")
     parser.add_argument("--labels", type=int, default=300, help="completions whose label is checked (%(default)s)")
     parser.add_argument("--poll", type=float, default=0.5, help="of the servers, seconds (%(default)s)")
     parser.add_argument("--kv-gb", type=float, default=6.0, help="GiB for keys and values of a vLLM (%(default)s)")
@@ -559,7 +559,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     given.engine = given.engine or ("builtin" if on_cpu else "vllm")
     given.base = given.base or ("tiny" if on_cpu else None)
     given.minutes = given.minutes or (1.0 if on_cpu else 5.0)
-    given.games = given.games or (32 if on_cpu else 256)
+    given.games = given.games or (32 if on_cpu else 512)
     given.out = given.out or (given.folder / "wordle-gpu.json" if on_cpu else RESULTS)
     given.model = (given.model or given.folder / "start").absolute()
     if not given.base and not (given.model / "config.json").exists():
