@@ -242,6 +242,27 @@ def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pyte
     assert "← v0" in lines[0]
 
 
+def test_step_and_metrics_are_those_of_the_call(store: Store) -> None:
+    """Where the caller goes on with the same dictionary while an upload waits; numbers of any kind."""
+    may_go_on, metrics = threading.Event(), {"loss": torch.tensor(0.5)}
+
+    def uploading(when: str, verb: str, key: str) -> None:
+        if key.startswith(keys.ANCHORS):
+            may_go_on.wait(WAIT)
+
+    with Publisher(HookedStore(store, uploading)) as publisher:
+        publisher.publish(model(), step=np.int64(40), metrics=metrics)
+        metrics["loss"] += 1
+        metrics["reward"] = torch.tensor(2.0)
+        may_go_on.set()
+        publisher.flush(WAIT)
+        for wrong in ("40", 1.5):
+            with pytest.raises(TypeError):
+                publisher.publish(model(), step=wrong)  # type: ignore[arg-type]
+    manifest = Run.open(store).manifest(0)
+    assert (manifest.step, manifest.metrics) == (40, {"loss": 0.5})
+
+
 def test_progress_is_reported(store: Store) -> None:
     told: dict[str, int] = {}
     total: dict[str, int] = {}

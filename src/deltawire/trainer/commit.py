@@ -270,10 +270,9 @@ def _keep_run(run: Run) -> None:
 
 def _finite(metrics: Mapping[str, float], version: int) -> dict[str, float]:
     """JSON has no NaN and no infinity: a manifest with one could not be read again."""
-    found = {name: float(value) for name, value in metrics.items()}
-    if lost := [name for name, value in found.items() if not math.isfinite(value)]:
-        log.warning("version %d goes without the metric %s, which is %s", version, lost[0], found[lost[0]])
-    return {name: value for name, value in found.items() if name not in lost}
+    if lost := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        log.warning("version %d goes without the metric %s, which is %s", version, lost[0], metrics[lost[0]])
+    return {name: value for name, value in metrics.items() if name not in lost}
 
 
 def _log(manifest: Manifest, elements: int, publishes: int) -> None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -223,7 +224,9 @@ class Publisher:
         An earlier publish that failed in the background is raised here as PublishFailed, once: its changes are part of
         the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
         """
-        pending: PendingVersion[Any] = PendingVersion(step, metrics or {}, progress, origin)
+        # now: the caller may go on writing to both
+        at, figures = None if step is None else index(step), {name: float(n) for name, n in (metrics or {}).items()}
+        pending: PendingVersion[Any] = PendingVersion(at, figures, progress, origin)
         handle = pending.handles[0]
 
         def capture() -> Pipeline:
