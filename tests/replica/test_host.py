@@ -214,6 +214,12 @@ def test_another_model_is_refused_before_anything_is_written() -> None:
         open_weights(Tiny().half(), schema)
 
 
+def test_an_expanded_tensor_is_refused_by_name() -> None:
+    tensor = torch.zeros(1, 3).expand(2, 3)
+    with pytest.raises(SchemaMismatch, match="'w' is expanded"):
+        open_weights({"w": tensor}, ModelView({"w": tensor.clone()}).schema)
+
+
 def test_all_names_that_differ_are_named() -> None:
     model = {f"model.layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(3)}
     run = {f"layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(4)}
