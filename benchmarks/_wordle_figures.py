@@ -270,13 +270,11 @@ def _beside(found: dict[str, Any]) -> str:
     arms[f"{float(found['training']['learning_rate']):g}"] = curves
     lines = [["", "published", "this run", "scaled to 0.6B weights"], ["---"] * 4]
     for rate, arm in sorted(arms.items(), key=lambda one: float(one[0])):
-        if arm["bytes_per_step_later_half"]:
-            share = arm["bytes_per_step_later_half"] / arm["full_bytes"]
+        if sent := _delta_bytes(arm):
+            share = sent / arm["full_bytes"]
             published = "20 to 35 MB, 1.7 to 2.9 %" if len(lines) == 2 else "–"
-            sent = f"{arm['bytes_per_step_later_half'] / 1e6:.2f} MB, {share:.2%}"
-            lines.append(
-                [f"sent per step, learning rate {rate}", published, sent, f"{share * QWEN3_BYTES / 1e6:.1f} MB"]
-            )
+            here = f"{sent / 1e6:.2f} MB, {share:.2%}"
+            lines.append([f"a delta, learning rate {rate}", published, here, f"{share * QWEN3_BYTES / 1e6:.1f} MB"])
     lines.append(["from a step to the server", "9.4 to 12 s", f"{curves['sync_s']['median']:.2f} s", "–"])
     lines.append(["pause of the server", "1.1 s", f"{curves['pause_ms']['median']:.1f} ms", "–"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -288,7 +286,7 @@ def _table(head: Sequence[str], columns: Sequence[dict[str, Any]], rows: dict[st
 
 
 def _of(name: str, form: str, unit: str = "", scale: float = 1.0) -> Cell:
-    return lambda arm: _text(arm[name], form, scale) + (unit if arm[name] is not None else "")
+    return lambda arm: _text(arm.get(name), form, scale) + (unit if arm.get(name) is not None else "")
 
 
 def _both(one: Cell, other: Cell) -> Cell:
@@ -309,6 +307,18 @@ def _sent(name: str) -> Cell:
     return text
 
 
+def _delta_bytes(arm: dict[str, Any]) -> float | None:
+    """Of the deltas of a step alone, without the anchors that go out now and then; None where every version is one."""
+    if not arm["steps"] or arm["anchors"] >= arm["versions"]:
+        return None
+    return float(arm["bytes_per_step"] - arm["anchors"] * arm["full_bytes"] / arm["steps"])
+
+
+def _deltas(arm: dict[str, Any]) -> str:
+    sent = _delta_bytes(arm)
+    return "–" if sent is None else f"{sent / 1e6:.2f} MB, {sent / arm['full_bytes']:.2%}"
+
+
 COMPARED: dict[str, Cell] = {
     "games solved before, after": _both(_of("solved_first", ".1%"), _of("solved_last", ".1%")),
     "in training, first and last 256 games": _both(
@@ -317,11 +327,13 @@ COMPARED: dict[str, Cell] = {
     "steps, seconds": _both(_of("steps", ".0f"), _of("seconds", ".0f")),
     "steps per hour": _of("steps_per_hour", ",.0f"),
     "sent per step, share of full weights": _sent("bytes_per_step"),
-    "the same in the later half": _sent("bytes_per_step_later_half"),
+    "the deltas alone": _deltas,
     "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".2f", " s"),
     "pause of the server: median, 90 %, longest": _spreads("pause_ms", ".1f", " ms"),
     "the trainer waited per sync": _of("trainer_held_s", ".0f", " ms", 1e3),
-    "steps that a sample is old: mean, most": _both(_of("staleness_mean", ".1f"), _of("staleness_max", ".0f")),
+    "steps that a sample is old: mean, most (above 4 it is dropped)": _both(
+        _of("staleness_mean", ".1f"), _of("staleness_max", ".0f")
+    ),
     "tokens generated per second": _of("generated_tokens_per_s", ",.0f"),
     "versions, served, with full weights": _both(
         _of("versions", ".0f"), _both(_of("served", ".0f"), _of("anchors", ".0f"))
@@ -336,7 +348,7 @@ SLOW: dict[str, Cell] = {
 RATES: dict[str, Cell] = {
     "steps": _of("steps", ".0f"),
     "sent per step, share of full weights": _sent("bytes_per_step"),
-    "the same in the later half": _sent("bytes_per_step_later_half"),
+    "the deltas alone": _deltas,
     "changed per step in the later half": _of("changed_later_half", ".2%"),
 }
 LABELS: dict[str, Cell] = {"mean difference of log-probabilities": _of("difference", ".4f")}
