@@ -264,7 +264,8 @@ class Teacher:
         first = self.steps
         games = Games(self.form, self.rules, self.given.seed + first, lesson.careless, self.given.batch)
         cuda = self.device.type == "cuda"
-        for batch in DataLoader(games, batch_size=None, num_workers=self.given.workers, pin_memory=cuda):
+        writers = {"num_workers": self.given.workers, "multiprocessing_context": "fork"} if self.given.workers else {}
+        for batch in DataLoader(games, batch_size=None, pin_memory=cuda, **writers):
             self.model.set_attn_implementation(SHARED)
             for group in optimizer.param_groups:
                 group["lr"] = lesson.rate * min(1.0, (self.steps - first + 1) / lesson.every)

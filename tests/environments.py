@@ -10,7 +10,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -42,7 +42,7 @@ def environment(name: str, *steps: Sequence[str], beside: str = "") -> Path:
 def trl(extras: str = "trl") -> Path:
     """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs; peft.
     If the tests run where TRL is, that one."""
-    if find_spec("trl"):
+    if _is_here("trl"):
         return Path(sys.executable)
     constraints = ["-c", str(ROOT / "constraints.txt")]
     python = environment(extras.replace(",", "-"), [*constraints, "torch==2.13.0"], [*constraints, "hatchling"])
@@ -53,7 +53,7 @@ def trl(extras: str = "trl") -> Path:
 def deepspeed(version: str = DEEPSPEED) -> Path:
     """The Python of an environment with a real DeepSpeed beside everything that is in ours, torch included. If the
     tests run where DeepSpeed is, that one."""
-    if find_spec("deepspeed"):
+    if _is_here("deepspeed"):
         return Path(sys.executable)
     # built from source, with a setuptools that can make a wheel: that of an older Python cannot
     setuptools = ["-c", str(ROOT / "constraints.txt"), "setuptools"]
@@ -99,6 +99,11 @@ VLLM_ON_A_CPU = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 """What a vLLM server under test has in its environment."""
+
+
+def _is_here(package: str) -> bool:
+    """Not by an import: tests/engines/trl is a package of that name where tests beside it run."""
+    return any(found.name == package for found in distributions())
 
 
 def install(python: Path, *arguments: str) -> None:
