@@ -74,8 +74,9 @@ ALONE = [
     ("30B-A3B", f"{_MOE} --syncs 6 --out FOLDER/30B-A3B.json"),
     ("30B-A3B-fp8", f"{_MOE} --syncs 8 --view fp8-block-ue8m0 --out FOLDER/30B-A3B-fp8.json"),
     ("portions", "portions.py --out FOLDER/portions.json"),
+    ("startup", "startup.py --shape 0.6B --minutes 6.5 --out FOLDER/startup.json --log FOLDER/startup"),
 ]
-"""These need all of the device and most of the host's memory: measured only if they are named."""
+"""These need all of the device and most of the host's memory, or its time: measured only if they are named."""
 
 
 def main() -> None:

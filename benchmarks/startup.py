@@ -64,7 +64,6 @@ PHASES = {
 }
 LATE = re.compile(r"(?:kernel )?JIT compilation during inference: (\w+)|Autotuning kernel (\w+)")
 VERSIONS = 50
-ANCHOR = 25
 START_S = 280.0
 FOLLOW_S = 75.0
 """For the versions, even where the time is over."""
@@ -240,20 +239,21 @@ class _Versions:
         generator = torch.Generator(self._device).manual_seed(1)
         rng, found = np.random.default_rng(1), []
         encodings = ["context", "packed", "context", "raw", "context"]
+        anchor = self._count // 2
         for number in range(self._count):
-            if number == ANCHOR:
+            if number == anchor:
                 self._open(encodings[0], anchor_every=1)
-            elif number in (ANCHOR + 1, *range(10, self._count, 10)):
+            elif number in (anchor + 1, *range(10, self._count, 10)):
                 self._open(encodings[number // 10 % len(encodings)])
             if time.monotonic() > end:
                 break
-            density = 10.0 ** -float(rng.uniform(1 if number != ANCHOR else 2, 5))
+            density = 10.0 ** -float(rng.uniform(1 if number != anchor else 2, 5))
             # now and then only some tensors change
             some = [*self._weights] if number % 3 else [*rng.choice([*self._weights], 5, replace=False)]
             for name in some:
                 pause_server._move(self._weights[name], density, generator)
             clock = time.perf_counter()
-            if number == ANCHOR:
+            if number == anchor:
                 version, kind = self._publish_anchor(arm), "anchor"
             else:
                 version, kind = self._publisher.publish(self._weights).result(600).version, "delta"
