@@ -14,12 +14,16 @@ longer than vLLM's with the same caches.
 Then the last server follows fifty versions of changing density, an anchor among them, with one completion under each.
 vLLM's monitor of kernels that are compiled after the start raises in it (--jit-monitor-mode error), and logs each in
 the cold start; `late` names what it found. vLLM has no monitor on a CPU.
+
+    DEVICE=cuda python benchmarks/startup.py --folder F --arms cold-plain cold-deltawire --versions 0     # in two halves
+    DEVICE=cuda python benchmarks/startup.py --folder F --arms warm-plain warm-deltawire
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -64,8 +68,9 @@ PHASES = {
 }
 LATE = re.compile(r"(?:kernel )?JIT compilation during inference: (\w+)|Autotuning kernel (\w+)")
 VERSIONS = 50
-START_S = 280.0
-FOLLOW_S = 75.0
+START_S = {"cuda": 280.0, "cpu": 900.0}
+"""A start that takes longer has failed."""
+FOLLOW_S = 120.0
 """For the versions, even where the time is over."""
 VERSION_S = 60.0
 CACHES = {
@@ -82,6 +87,7 @@ class Arm:
     ) -> None:
         self.port, self.marks, self.late, self.name = free_port(), {}, [], name
         self._log: list[str] = []
+        self.limit = START_S[options.device]
         own = ["--port", str(self.port), "--host", "127.0.0.1", "--served-model-name", "m"]
         flags = _flags(options, monitor)
         binaries = Path(sys.executable).parent
@@ -116,16 +122,16 @@ class Arm:
 
     def start(self) -> float:
         """Wait for the first completion; seconds from the start to it."""
-        while time.monotonic() - self.began < START_S:
+        while time.monotonic() - self.began < self.limit:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server has ended:\n{self.tail()}")
             with suppress(httpx.HTTPError):
-                self.complete(START_S)
+                self.complete(self.limit)
                 seconds = time.monotonic() - self.began
                 self.marks["first completion"] = round(seconds, 2)
                 return seconds
             time.sleep(0.05)
-        raise RuntimeError(f"no completion after {START_S:.0f} s:\n{self.tail()}")
+        raise RuntimeError(f"no completion after {self.limit:.0f} s:\n{self.tail()}")
 
     def complete(self, limit: float = VERSION_S) -> dict[str, Any]:
         body = {"model": "m", "prompt": [5, 6, 7, 8], "max_tokens": 8, "ignore_eos": True}
@@ -168,15 +174,18 @@ def _flags(options: argparse.Namespace, monitor: str) -> list[str]:
 def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
     end = time.monotonic() + 60 * options.minutes
     with ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-startup-", dir=options.scratch))
-        )
-        model = pause_server.make_model(folder / "model", SHAPES[options.shape], options.device)
+        folder = options.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-startup-")))
+        model = folder / "model"
+        if not model.exists():
+            pause_server.make_model(model, SHAPES[options.shape], options.device)
+        shutil.rmtree(folder / "run", ignore_errors=True)
         versions = stack.enter_context(_Versions(model, folder / "run", options))
         _read_once(model)
         for number, name in enumerate(options.arms):
             heat, program = name.split("-")
-            last = number == len(options.arms) - 1 and program == "deltawire"
+            last = number == len(options.arms) - 1 and program == "deltawire" and options.versions > 0
             monitor = "error" if last else "warn"
             if time.monotonic() > end:
                 print(f"{name}: no time left", flush=True)
@@ -320,7 +329,9 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=VERSIONS)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after this time")
     parser.add_argument("--flags", default="", help="more flags of vLLM, for all arms")
-    parser.add_argument("--scratch", type=Path, default=None)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="keep the model and the caches here, for a later call with other arms"
+    )
     parser.add_argument("--log", type=Path, default=None, help="keep logs as this-NUMBER-ARM.log")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -337,6 +348,9 @@ def main() -> None:
         report["device"] = torch.cuda.get_device_name()
     print_about(report)
     report |= {"shape": options.shape, "starts": {}}
+    if options.folder and options.out.exists():
+        # of an earlier call
+        report["starts"] = json.loads(options.out.read_text())["starts"]
     measure(options, report)
 
 
