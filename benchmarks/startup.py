@@ -15,7 +15,7 @@ Then the last server follows fifty versions of changing density, an anchor among
 vLLM's monitor of kernels that are compiled after the start raises in it (--jit-monitor-mode error), and logs each in
 the cold start; `late` names what it found. vLLM has no monitor on a CPU.
 
-    DEVICE=cuda python benchmarks/startup.py --folder F --arms cold-plain cold-deltawire --versions 0     # in two halves
+    DEVICE=cuda python benchmarks/startup.py --folder F --arms cold-plain cold-deltawire --versions 0   # in two halves
     DEVICE=cuda python benchmarks/startup.py --folder F --arms warm-plain warm-deltawire
 """
 
@@ -164,11 +164,11 @@ class Arm:
 
 
 def _flags(options: argparse.Namespace, monitor: str) -> list[str]:
-    common = ["--max-model-len", "512", "--max-num-seqs", "64", *shlex.split(options.flags)]
+    common, given = ["--max-model-len", "512", "--max-num-seqs", "64"], shlex.split(options.flags)
     if options.device == "cpu":
-        return [*common, "--dtype", "bfloat16", "--enforce-eager"]
+        return [*common, "--dtype", "bfloat16", "--enforce-eager", *given]
     verbose = ["--jit-monitor-verbose"] if monitor == "warn" else []
-    return [*common, "--gpu-memory-utilization", "0.4", "--jit-monitor-mode", monitor, *verbose]
+    return [*common, "--gpu-memory-utilization", "0.4", "--jit-monitor-mode", monitor, *verbose, *given]
 
 
 def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
