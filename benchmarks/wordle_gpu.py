@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -570,7 +571,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     given.server_python = given.server_python or sys.executable
     given.trainer_python = given.trainer_python or _with_trl(on_cpu)
     # what is given wins over what is ours
-    for name, value in zip(passed, [*passed[1:], "--"], strict=True):
+    for name, value in pairwise([*passed, "--"]):
         if name.startswith("--"):
             given.training[name[2:].replace("-", "_")] = "True" if value.startswith("--") else value
     return given
