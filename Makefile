@@ -86,12 +86,12 @@ setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 # With DEVICE=cuda: the environment of $(PYTHON), which has the GPU build of vLLM and deltawire in it.
 test-vllm:  ## run the tests against a real vLLM, on the CPU in an environment made for it, or on a GPU (DEVICE=cuda)
 ifeq ($(DEVICE),cuda)
-	@DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/vllm/,live.py live_adapters.py live_fp8.py) $(ARGS)
+	@DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/vllm/,live.py live_adapters.py live_drafts.py live_fp8.py) $(ARGS)
 else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	PYTEST_DEBUG_TEMPROOT=/tmp NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		$(if $(filter-out $(VLLM_PINNED),$(VLLM)),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py engines/vllm/live_kinds.py docs/live_documents.py)) $(ARGS)
+		$(if $(filter-out $(VLLM_PINNED),$(VLLM)),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_drafts.py engines/vllm/live_fp8.py engines/vllm/live_import.py engines/vllm/live_trainer.py engines/vllm/live_kinds.py docs/live_documents.py)) $(ARGS)
 endif
 
 setup-sglang:  ## make the environment of test-sglang (once, outside the clone)

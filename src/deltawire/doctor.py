@@ -567,6 +567,13 @@ class _CheckedServer:
         _must(guard == "patch", dear, "warning")
         return "weights are patched in place"
 
+    def draft(self) -> str:
+        draft = self.status.get("draft")
+        _must(draft, "", "skipped")
+        stale = f"the draft model is {draft}; fewer of its tokens are accepted (docs/vllm-patching.md)"
+        _must(draft == "follows", stale, "warning")
+        return "the draft model follows with the model"
+
     def control(self) -> str:
         """Check who may control the server: a request without a token, then one with ours."""
         open_to_all, _ = self.ask("POST", "/deltawire/pin", None, _PROBE)
@@ -651,4 +658,6 @@ FOLLOWED: Table = (
     ("run", {"state": _Followed.state, "signatures": _Followed.signatures, "version": _Followed.version}),
     ("version", {"lag": _Followed.lag}),
 )
-CONTROL: Table = (("", {"guard": _CheckedServer.guard, "token": _CheckedServer.control}),)
+CONTROL: Table = (
+    ("", {"guard": _CheckedServer.guard, "draft": _CheckedServer.draft, "token": _CheckedServer.control}),
+)

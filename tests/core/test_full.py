@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
+import deltawire as dw
 from deltawire.core import full
 from deltawire.core.change import Region, blocks, whole
 from deltawire.core.dtypes import lookup
@@ -213,6 +214,36 @@ def test_what_is_left_out_of_a_folder_and_why(tmp_path: Path, monkeypatch: pytes
         "runs": "a folder",
         "vocab.txt": "more than 0 MiB",
     }
+
+
+def test_a_draft_model_is_a_checkpoint_within_a_checkpoint(tmp_path: Path) -> None:
+    """Published with its folder, checked out as one, and what others read of each has the names of its own."""
+    weights = {"fc.weight": np.ones((4, 8), np.float32), "draft.fc.weight": np.full((4, 16), 2, np.float32)}
+    head = b'{"architectures": ["LlamaForCausalLM"]}'
+    with dw.Publisher(tmp_path / "run", files={"config.json": b"{}", "draft.config.json": head}) as publisher:
+        publisher.publish(weights).result(60)
+    run = dw.Run.open(str(tmp_path / "run"))
+    for name in ("out", "again"):
+        dw.checkout_folder(tmp_path / name, run, 0)
+        for place, own in ((tmp_path / name, "fc.weight"), (tmp_path / name / "draft", "draft.fc.weight")):
+            [(found, tensor)] = deserialize((place / "model.safetensors").read_bytes())
+            assert (found, bytes(tensor["data"])) == ("fc.weight", weights[own].tobytes())
+        assert (tmp_path / name / "draft" / "config.json").read_bytes() == head
+        checkpoint = full.Checkpoint(tmp_path / name)
+        assert str(full.digest_of(checkpoint)) == run.manifest(0).digest
+        with dw.Publisher(tmp_path / "again-run", files=tmp_path / name) as publisher:
+            publisher.publish(checkpoint).result(60)
+        run = dw.Run.open(str(tmp_path / "again-run"))
+    (tmp_path / "out" / "draft" / "own.py").write_text("")
+    assert checkpoint.left_out() == {}
+    assert full.left_out(tmp_path / "out") == {"draft/own.py": "code never travels"}
+
+
+def test_a_draft_model_elsewhere_is_refused(tmp_path: Path) -> None:
+    folder, away = folder_of(tmp_path / "step-1"), folder_of(tmp_path / "away")
+    (folder / "draft").symlink_to(away)
+    with pytest.raises(UnsafeName, match="outside the folder"):
+        full.companion_files(folder)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors", full.INDEX_NAME])

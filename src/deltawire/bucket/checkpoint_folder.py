@@ -64,12 +64,13 @@ def fill_companions(folder: Path, run: Run, manifest: Manifest, *, before: Path 
     for file in manifest.files:
         full.check_companion(file.name)
     for file in manifest.files:
-        with open(folder / file.name, "wb") as out:
+        with open(full.companion_path(folder, file.name), "wb") as out:
             for chunk in content(run, file, before):
                 out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
-    sync_folder(folder)
+    for place in full.folders_of(folder):
+        sync_folder(place)
 
 
 def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> None:
@@ -115,8 +116,8 @@ def checkout_folder(
 
 
 def content(run: Run, file: File, before: Path | None = None) -> Iterator[bytes]:
-    if before is not None and _holds(before / file.name, file):
-        with open(before / file.name, "rb") as known:
+    if before is not None and _holds(known_as := full.companion_path(before, file.name), file):
+        with open(known_as, "rb") as known:
             while chunk := known.read(PART):
                 yield chunk
         return

@@ -6,6 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +28,10 @@ from .typed_json import decode
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+DRAFT = "draft"
+"""Folder in a checkpoint folder: the checkpoint of a draft model that is published with it."""
+OF_DRAFT = "draft."
+"""How the names of its tensors and files begin in a run."""
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 TOKENIZER_FILES = (
@@ -276,23 +281,41 @@ class Checkpoint:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._files: dict[str, FullFile] = {}
+        self._files: dict[str, tuple[FullFile, TensorSpec]] = {}
         tensors: list[TensorSpec] = []
-        for path in weight_files(self.folder):
-            file = FullFile(*container.open_file(path))
-            for tensor in file.tensors:
-                if tensor.name in self._files:
-                    raise SchemaMismatch(f"{tensor.name!r} stands in two files of {self.folder}")
-                self._files[tensor.name] = file
-                tensors.append(tensor)
+        for start, place in _parts_of(self.folder):
+            for path in weight_files(place):
+                file = FullFile(*container.open_file(path))
+                for stored in file.tensors:
+                    tensor = _renamed(stored, start + stored.name)
+                    if tensor.name in self._files:
+                        raise SchemaMismatch(f"{tensor.name!r} stands in two files of {self.folder}")
+                    self._files[tensor.name] = file, stored
+                    tensors.append(tensor)
         self.schema = Schema.build(tensors)
 
     def region(self, region: Region) -> Bits:
-        return self._files[region.tensor.name].region(region)
+        file, stored = self._files[region.tensor.name]
+        return file.region(replace(region, tensor=stored))
 
     def left_out(self) -> dict[str, str]:
         """Files of the folder that are not published, and why."""
         return left_out(self.folder)
+
+
+def _renamed(tensor: TensorSpec, name: str) -> TensorSpec:
+    return TensorSpec(name, tensor.dtype, tensor.shape)
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """A checkpoint folder, and that of a draft model in it."""
+    return [place for _, place in _parts_of(folder)]
+
+
+def _parts_of(folder: Path) -> list[tuple[str, Path]]:
+    """The folders of a checkpoint, and how the names of what is in them begin in a run."""
+    draft = folder / DRAFT
+    return [("", folder), *([(OF_DRAFT, draft)] if any(draft.glob("*.safetensors")) else [])]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -334,10 +357,17 @@ def companion_files(folder: Path) -> dict[str, bytes]:
     """The small files that are published with a checkpoint. `left_out` lists the others."""
     check_links(folder)
     return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
+        start + path.name: path.read_bytes()
+        for start, place in _parts_of(folder)
+        for path in sorted(place.iterdir())
         if is_companion(path.name) and path.is_file() and path.stat().st_size <= MAX_FILE
     }
+
+
+def companion_path(folder: Path, name: str) -> Path:
+    """Where a file is in a checkpoint folder."""
+    own = name.removeprefix(OF_DRAFT)
+    return folder / DRAFT / own if own != name and (folder / DRAFT).is_dir() else folder / name
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -361,13 +391,16 @@ def tokenizer_in(folder: Path) -> dict[str, bytes]:
 
 def left_out(folder: Path) -> dict[str, str]:
     """Files of a checkpoint folder that are not published, and why. Hidden files are ignored."""
-    found = {}
+    found: dict[str, str] = {}
+    places = folders_of(folder)
     for path in sorted(folder.iterdir()):
         name = path.name
         if name.startswith(".") or name.endswith((".safetensors", ".index.json")):
             continue
-        if path.is_dir():
+        if path.is_dir() and path not in places:
             found[name] = "a folder"
+        elif path.is_dir():
+            found |= {f"{name}/{inner}": why for inner, why in left_out(path).items()}
         elif name.endswith(CODE_SUFFIXES):
             found[name] = "code never travels"
         elif not path.is_file():
@@ -393,10 +426,11 @@ def asks_for_code(files: Mapping[str, bytes]) -> list[str]:
 
 def check_links(folder: Path) -> None:
     """Raise UnsafeName for a file to publish that is a symlink out of the folder: its name does not show what it is."""
-    paths = [path for path in folder.iterdir() if is_companion(path.name) or path.name == INDEX_NAME]
-    with suppress(SchemaMismatch):  # a folder without weights may still have files
-        paths += weight_files(folder)
-    _check_inside(folder, sorted(paths))
+    for _, place in _parts_of(folder):
+        paths = [path for path in place.iterdir() if is_companion(path.name) or path.name == INDEX_NAME]
+        with suppress(SchemaMismatch):  # a folder without weights may still have files
+            paths += weight_files(place)
+        _check_inside(folder, sorted(paths))
 
 
 def _check_inside(folder: Path, paths: Iterable[Path]) -> None:
@@ -468,10 +502,28 @@ def write_checkpoint(
     progress: Callable[[int], None] | None = None,
     held: Held | None = None,
 ) -> None:
-    """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist.
+    """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist. The weights of a draft
+    model become a checkpoint within it.
 
     held   write only rows of which something is held, for readers of no others; there are holes in place of the rest
     """
+    draft = [tensor for tensor in source.schema.tensors if tensor.name.startswith(OF_DRAFT)]
+    if draft and len(draft) < len(source.schema.tensors):
+        (folder / DRAFT).mkdir()
+        _write(folder / DRAFT, _draft_of(source, draft), stem, progress, None)
+        kept = [tensor for tensor in source.schema.tensors if not tensor.name.startswith(OF_DRAFT)]
+        source = ReadBy(Schema.build(kept), source.region)
+    _write(folder, source, stem, progress, held)
+
+
+def _draft_of(source: Source, tensors: Sequence[TensorSpec]) -> Source:
+    """The tensors of a draft model under the names that they have in its own checkpoint."""
+    named = {tensor.name.removeprefix(OF_DRAFT): tensor for tensor in tensors}
+    schema = Schema.build([_renamed(tensor, name) for name, tensor in named.items()])
+    return ReadBy(schema, lambda region: source.region(replace(region, tensor=named[region.tensor.name])))
+
+
+def _write(folder: Path, source: Source, stem: str, progress: Callable[[int], None] | None, held: Held | None) -> None:
     shards: list[list[TensorSpec]] = []
     room = 0
     for tensor in (region.tensor for region in sorted(map(whole, source.schema.tensors), key=_file_order)):

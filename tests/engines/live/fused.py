@@ -83,6 +83,9 @@ class Fused(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             parts = name.split(".")
+            if parts[0] == "next":
+                # a draft's
+                continue
             if name == "norm.weight":
                 self.norm.data.copy_(tensor)
             elif name == "embed.weight":
@@ -107,3 +110,28 @@ class Fused(nn.Module):
         else:
             to = (self.out if name == "out" else self.down)[i].data
             to.copy_(tensor.narrow(1, self.rank * to.shape[1], to.shape[1]))
+
+
+class Drafting(nn.Module):
+    """A layer that predicts the token after the next one, with the embedding of its model, in one rank."""
+
+    def __init__(self, model: Fused) -> None:
+        super().__init__()
+        self.model, self.embed = [model], model.embed
+        self.out = nn.Parameter(torch.zeros(model.hidden, 2 * model.hidden, dtype=model.embed.dtype), False)
+
+    def schema(self) -> Schema:
+        """Of the checkpoint of both, which has the embedding once more."""
+        model = self.model[0]
+        more = [
+            TensorSpec("next.embed.weight", "BF16", (model.vocab, model.hidden)),
+            TensorSpec("next.out.weight", "BF16", tuple(self.out.shape)),
+        ]
+        return Schema.build([*model.schema().tensors, *more])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "next.out.weight":
+                self.out.data.copy_(tensor)
+            elif name in ("embed.weight", "next.embed.weight"):
+                self.embed.data[: tensor.shape[0]].copy_(tensor)

@@ -17,8 +17,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fused import Fused, Hook  # noqa: E402
+import msgspec  # noqa: E402
+from fused import Drafting, Fused, Hook  # noqa: E402
 
+from deltawire.core.change import Region  # noqa: E402
 from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
 from deltawire.engines.live import arrays  # noqa: E402
@@ -26,7 +28,16 @@ from deltawire.engines.live import rank as rank_module  # noqa: E402
 from deltawire.engines.live.channel import Caller  # noqa: E402
 from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
-from deltawire.engines.live.messages import Digest, Forget, Listen, StageReload, for_rank  # noqa: E402
+from deltawire.engines.live.layout import arrange, sums_of  # noqa: E402
+from deltawire.engines.live.messages import (  # noqa: E402
+    Digest,
+    Forget,
+    Listen,
+    Locate,
+    SetGroups,
+    StageReload,
+    for_rank,
+)
 from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.rank import Rank  # noqa: E402
 from deltawire.engines.live.swap import Apply, Undo  # noqa: E402
@@ -126,7 +137,7 @@ class Client:
         layers = [model.hooked(hook) for model in self.models]
         self.ranks = [
             Rank(
-                model, number, hooks=lambda n=number: layers[n],  # type: ignore[misc]
+                model, number, hooks=lambda _, n=number: layers[n],  # type: ignore[misc]
                 reload=lambda folder, model=model: self._reload(model, Path(folder)),  # type: ignore[misc]
             )
             for number, model in enumerate(self.models)
@@ -586,7 +597,7 @@ def test_where_a_reload_is_seen_to_do_no_harm_it_is_used(
     tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
 ) -> None:
     world = World(tmp_path, store, loop, 2)
-    world.client.ranks[1]._problems = lambda: ["a kernel computes with copies"]
+    world.client.ranks[1]._problems = lambda model: ["a kernel computes with copies"]
     assert world.sync() == 0
     assert world.target.guard == "reload: a kernel computes with copies"
     assert world.publish() == world.sync()
@@ -689,6 +700,44 @@ def test_a_draft_model_that_cannot_follow_is_logged(world: World, caplog: pytest
     world.sync()
     assert world.follower.state == "degraded"
     assert world.follower.reason.startswith("draft model is at version 0")
+    world.holds(1)
+
+
+def test_a_draft_model_in_the_run_is_one_with_its_model(tmp_path: Path) -> None:
+    """Located, filled beside where no model computes with it, reloaded and compared."""
+    model = Fused(**SIZES)
+    draft = Drafting(model)
+    bag = random_bag(draft.schema(), 3)
+    write_checkpoint(tmp_path, bag)
+    for one in (draft, model):
+        one.load_weights(tensors(bag))
+    rank = Rank(model, 0, reload=lambda folder: None)
+    rank.draft, rank.reload_draft = draft, lambda folder: draft.out.data.add_(1)
+    answer = rank.call(Locate(bag.schema, 0, str(tmp_path)).text())
+    assert (answer["draft"], answer["problems"]) == (True, [])
+    regions = msgspec.convert(answer["pieces"], list[Region])
+    layout = arrange(bag.schema, [regions])
+    rank.call(SetGroups([list(layout.groups[0])]).text())
+    assert layout.total([sums_of(rank.call(Digest().text())["sums"])]) == bag.digest()
+    staged = rank.call(StageReload(str(tmp_path), unchanged=True, prove=False).text())["staged"]
+    assert "gave other ones" in rank.call(Apply([staged]).text())["error"]
+    other = Fused(**SIZES).schema()
+    assert rank.call(Locate(other, 0, str(tmp_path)).text())["draft"] is False
+
+
+def test_a_draft_model_in_the_run_is_at_the_version_of_its_model(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.target.engine.has_draft = True
+    assert world.follower.draft == ""
+    for rank in world.client.ranks:
+        # shares all of its weights
+        rank.draft = rank._model
+    world.sync()
+    world.publish()
+    world.sync()
+    assert (world.follower.state, world.follower.draft) == ("healthy", "follows")
+    assert "draft model stays" not in caplog.text
     world.holds(1)
 
 

@@ -244,7 +244,7 @@ def test_a_decoder_that_is_lost_is_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_of_two_nodes_that_cannot_be_patched_are_reloaded(world: World) -> None:
-    world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
+    world.client.ranks[3]._problems = lambda model: ["a kernel computes with copies"]
     assert world.sync() == 0
     assert world.target.guard == "reload: a kernel computes with copies"
     assert world.publish() == world.sync()
@@ -276,7 +276,7 @@ def test_nodes_that_started_from_other_weights_are_no_version(world: World, else
     for number in (1, 3):
         world.client.models[number].load_weights(tensors(other))
     if not patched:
-        world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
+        world.client.ranks[3]._problems = lambda model: ["a kernel computes with copies"]
     world.target.bind(world.follower.replica.opened())
     assert world.target.digest() == OF_NO_VERSION
     reason = "the node of rank 1 has another checkpoint" if patched else "a kernel computes with copies"

@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fused import Fused  # noqa: E402
+from fused import Drafting, Fused  # noqa: E402
 
-from deltawire.core.schema import Schema  # noqa: E402
+from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
 from deltawire.engines.live.decode_pieces import ShardDecoder, Wanted  # noqa: E402
 from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
-from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
+from deltawire.engines.live.placement import open_shard, trace, trace_draft  # noqa: E402
 from deltawire.replica.shard import LiveShard, Piece  # noqa: E402
 from support import Bag, random_bag  # noqa: E402
 
@@ -138,3 +138,45 @@ def test_a_run_in_another_dtype_is_a_problem() -> None:
     model = Fused(dtype=torch.float32)
     placement = trace(model, model.load_weights, model.schema())
     assert "wire_dtype" in placement.problems[0]
+
+
+def test_what_both_models_hold_in_one_place_is_found_once() -> None:
+    model = Fused()
+    draft = Drafting(model)
+    schema = draft.schema()
+    both = trace_draft(draft, model, schema, trace(model, model.load_weights, schema))
+    assert both is not None
+    layout = arrange(schema, [[piece.region for piece in both.pieces]], both.problems)
+    assert layout.problems == ()
+    assert [piece.region.tensor.name for piece in both.pieces].count("embed.weight") == 1
+    # the checkpoint has the embedding once more, and no model computes with that: it lies beside them
+    assert [piece.region.tensor.name for piece in both.spare] == ["next.embed.weight"]
+    bag = random_bag(schema, 5)
+    shard = open_shard(both.pieces)
+    for one in (draft, model):
+        one.load_weights(as_tensors(bag))
+    open_shard(both.spare).load(bag)
+    assert str(layout.total([shard.digests(layout.groups[0])])) == str(bag.digest())
+
+
+def test_a_draft_of_which_something_is_not_in_the_run_is_not_followed() -> None:
+    model = Fused()
+    draft = Drafting(model)
+    schema = Schema.build([spec for spec in draft.schema().tensors if spec.name != "next.out.weight"])
+    found = trace(model, model.load_weights, schema)
+    assert trace_draft(draft, model, schema, found) is None
+    draft.load_weights = lambda weights: 1 / 0  # type: ignore[method-assign]
+    assert trace_draft(draft, model, draft.schema(), found) is None
+
+
+def test_a_draft_with_a_checkpoint_of_its_own_is_given_its_own_tensors() -> None:
+    model = Fused()
+    draft = Drafting(model)
+    own = {spec.name: TensorSpec(f"draft.{spec.name}", spec.dtype, spec.shape) for spec in draft.schema().tensors}
+    schema = Schema.build([*model.schema().tensors, own["next.out.weight"]])
+    found = trace(model, model.load_weights, schema)
+    assert trace_draft(draft, model, schema, found) is None
+    both = trace_draft(draft, model, schema, found, has_own=True)
+    assert both is not None
+    assert arrange(schema, [[piece.region for piece in both.pieces]], both.problems).problems == ()
+    assert both.spare == ()

@@ -219,7 +219,9 @@ class Endpoint:
         return self.follower
 
     def _status(self) -> dict[str, Any]:
-        more: dict[str, Any] = {} if self.follower is None else {"guard": self.follower.target.guard}
+        more: dict[str, Any] = {}
+        if self.follower is not None:
+            more |= {"guard": self.follower.target.guard, "draft": self.follower.draft}
         if self.adapters is not None:
             more["state"], more["reason"] = self._health()
             more["adapters"] = self.adapters.status()

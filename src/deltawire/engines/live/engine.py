@@ -17,7 +17,7 @@ class Engine(Protocol):
     first_rank: int
     """The first rank of this server, where other servers have some of the data-parallel ranks."""
     has_draft: bool
-    """Whether a draft model proposes tokens, whose weights stay what they are."""
+    """Whether a draft model proposes tokens."""
 
     async def call(self, text: str) -> list[Answer]:
         """Have every `Rank` called with this text, between two steps. Returns their answers in order."""

@@ -39,10 +39,18 @@ class EngineFollower(Follower):
 
     @property
     def reason(self) -> str:
-        if (found := super().reason) or not self.target.engine.has_draft or self.version == self._drafted:
+        if (found := super().reason) or not self.draft or self.target.drafts or self.version == self._drafted:
             return found
         # results stay correct, but fewer proposed tokens are accepted
-        return f"draft model is at version {self._drafted}: the run carries no weights for it"
+        return f"draft model is {self.draft}"
+
+    @property
+    def draft(self) -> str:
+        """ "follows" if the weights of the engine's draft model are in the run, or at which version they stay; empty
+        without a draft model, and before the first version."""
+        if not self.target.engine.has_draft or self._drafted is None:
+            return ""
+        return "follows" if self.target.drafts else f"at version {self._drafted}: the run carries no weights for it"
 
     def live(self) -> tuple[int | None, StateDigest]:
         if self.target.refused:
@@ -66,5 +74,5 @@ class EngineFollower(Follower):
         if not self.caught_up.is_set():
             self._drafted = version
             self.caught_up.set()
-            if self.target.engine.has_draft:
+            if self.target.engine.has_draft and not self.target.drafts:
                 log.warning("the draft model stays at version %d: the run carries no weights for it", version)

@@ -21,6 +21,8 @@ class Locate(Message):
     schema: Schema
     first: int
     """The server's first rank."""
+    source: str
+    """Folder or hub name of the checkpoint that the server started from."""
 
 
 class Listen(Message):

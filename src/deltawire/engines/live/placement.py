@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.change import Region
 from ...core.dtypes import lookup
+from ...core.full import OF_DRAFT
 from ...core.schema import Schema, TensorSpec
 from ...models import torch_dtype
 from ...replica.host import HostShard, Placed, Rows
@@ -59,6 +60,8 @@ class Placement:
     """Parameters of the model that the loader writes nothing to, by their names without adapters around them."""
     failure: str = ""
     """The error that the loader raised; then nothing else is known."""
+    spare: tuple[Piece, ...] = ()
+    """Those of the pieces that are in memory made for them, which is to be filled."""
 
 
 def open_shard(pieces: Sequence[Piece], staging_gb: float | None = None) -> LiveShard:
@@ -83,8 +86,11 @@ def open_shard(pieces: Sequence[Piece], staging_gb: float | None = None) -> Live
 
 
 @torch.no_grad()
-def trace(model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Standing] = ()) -> Placement:
-    """Run the loader without data. Nothing in the model is written.
+def trace(
+    model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Standing] = (), of_draft: bool = False
+) -> Placement:
+    """Run the loader without data. Nothing in the model is written. With `of_draft` it is given the tensors that the
+    run has for a draft model with a checkpoint of its own, else all others.
 
     Pieces of a parameter that another one stands in for are pieces of that one.
     """
@@ -92,7 +98,7 @@ def trace(model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Sta
         tracer = _Tracer(model)
         try:
             with tracer:
-                load(tracer.tensors(schema))
+                load(tracer.tensors(schema, of_draft))
         except Exception as error:
             # names it does not know; or it computes with what it loads, and cannot be run without data
             failure = f"{type(error).__name__}: {error}"
@@ -100,6 +106,47 @@ def trace(model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Sta
         named = model.named_parameters()
         untouched = [name.replace(".base_layer.", ".") for name, each in named if storage(each) not in tracer.written]
         return Placement(tuple(tracer.pieces), tuple(tracer.problems), tuple(untouched))
+
+
+@torch.no_grad()
+def trace_draft(
+    draft: nn.Module,
+    model: nn.Module,
+    schema: Schema,
+    found: Placement,
+    standing: Sequence[Standing] = (),
+    has_own: bool = False,
+) -> Placement | None:
+    """Add what the loader of a draft model copies beside its model's: `found`, traced with the same `standing`. None if
+    some of the draft's own weights are not in the run. With `has_own` the draft has a checkpoint of its own.
+
+    Weights that both models hold in one place are found once. A checkpoint may have them a second time, for the draft:
+    no model computes with these, so they get memory of their own, in which they can be proven.
+    """
+    load: Any = draft.load_weights
+    beside = trace(draft, load, schema, standing, has_own)
+    modules = {*model.modules()}
+    shared = {storage(t) for t in (*model.parameters(), *model.buffers())}
+    shared |= {storage(tensor) for module, _, tensor in standing if module in modules}
+    own = {name for name, each in draft.named_parameters() if storage(each) not in shared}
+    if beside.failure or own.intersection(beside.untouched):
+        return None
+    device = next((each.device for each in model.parameters()), None)
+    known = {_place(piece) for piece in found.pieces}
+    pieces, spare = [], []
+    for piece in beside.pieces:
+        if storage(piece.view) not in shared:
+            pieces.append(piece)
+        elif _place(piece) not in known:
+            spare.append(replace(piece, view=torch.zeros(piece.view.shape, dtype=piece.view.dtype, device=device)))
+    problems = dict.fromkeys((*found.problems, *beside.problems))
+    return replace(
+        found, pieces=(*found.pieces, *pieces, *spare), problems=tuple(problems), spare=(*found.spare, *spare)
+    )
+
+
+def _place(piece: Piece) -> tuple[Any, ...]:
+    return piece.region, storage(piece.view), piece.view.storage_offset(), piece.view.stride()
 
 
 @contextmanager
@@ -126,12 +173,14 @@ class _Tracer(TorchDispatchMode):
         # a storage's address means something only while the tensor lives
         self._held: list[Tensor] = []
 
-    def tensors(self, schema: Schema) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, schema: Schema, of_draft: bool) -> Iterator[tuple[str, Tensor]]:
         for spec in schema.tensors:
+            if spec.name.startswith(OF_DRAFT) != of_draft:
+                continue
             tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             self._held.append(tensor)
             self._sources[storage(tensor)] = spec
-            yield spec.name, tensor
+            yield spec.name.removeprefix(OF_DRAFT), tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = args[0] if args and isinstance(args[0], Tensor) else None

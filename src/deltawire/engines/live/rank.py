@@ -26,14 +26,16 @@ import torch
 from torch import nn
 
 from ... import kernels
+from ...bucket.references import as_run
 from ...core.change import Region
 from ...core.container import open_file
-from ...core.full import Checkpoint
+from ...core.errors import DeltawireError
+from ...core.full import DRAFT, Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import open_delta
 from ...kernels.plan import unit_bytes
-from ...replica.shard import LiveShard, PieceChange, Sums
+from ...replica.shard import LiveShard, Piece, PieceChange, Sums
 from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
 from ..options import ServerOptions
@@ -58,8 +60,8 @@ from .messages import (
     ToRank,
     for_rank,
 )
-from .node import NodeProcess, read_lent, write_lent
-from .placement import open_shard, trace
+from .node import NodeProcess, read_lent, source_folder, write_lent
+from .placement import open_shard, storage, trace, trace_draft
 from .swap import Apply, Undo
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ class Rank:
 
     number     the rank, counted over all workers
     problems   reasons to refuse deltas that the placement map cannot show; begin with `common_problems`
-    hooks      layers that may rearrange their weights after loading
+    hooks      layers of a model that may rearrange their weights after loading
     loading    entered around the model's own loader
     reload     has the engine load a checkpoint folder into the model
     host       the address at which other nodes of the server reach this one; None if all ranks must be on one node
@@ -92,8 +94,8 @@ class Rank:
         model: nn.Module,
         number: int,
         *,
-        problems: Callable[[], list[str]] = list,
-        hooks: Callable[[], Sequence[Layer]] = tuple,
+        problems: Callable[[nn.Module], list[str]] = lambda model: [],
+        hooks: Callable[[nn.Module], Sequence[Layer]] = lambda model: (),
         loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reload: Callable[[str], object] = _cannot_reload,
         host: Callable[[], str] | None = None,
@@ -103,6 +105,14 @@ class Rank:
         """The node that this rank is on."""
         self.has_moved: Callable[[], bool] = lambda: False
         """Whether weights are not where a reload puts them, because the engine has moved them since the start."""
+        self.draft: nn.Module | None = None
+        """A draft model that proposes tokens."""
+        self.draft_has_own = False
+        """Whether the draft has a checkpoint of its own; else it is loaded from that of the model."""
+        self.reload_draft: Callable[[str], object] = _cannot_reload
+        """Has the engine load a checkpoint folder into the draft model."""
+        self.drafts = False
+        """Whether the run has all weights of the draft model."""
         self.on_layout: Callable[[], None] = lambda: None
         """Called before the weights are located, when a run begins to be followed."""
         self._model, self._number, self._loading = model, number, loading
@@ -120,6 +130,8 @@ class Rank:
         self._schema = Schema.build(())
         self._shard: LiveShard | None = None
         """None where memory could not be mapped."""
+        self._spare: tuple[Piece, ...] = ()
+        """Weights of the run that no model computes with, beside the models."""
         self._groups: tuple[int, ...] = ()
         self._numbers = count(1)
         self._staged: _Staged | None = None
@@ -163,14 +175,23 @@ class Rank:
         self.on_layout()
         self._number = self._counted - message.first
         self._schema = message.schema
-        problems = self._problems()
+        problems = self._problems(self._model)
         clock = time.perf_counter()
         with self._loading():
             # a model that cannot be patched anyway is not looked into
-            learned = Learned(() if problems else self._hooks())
+            models = [] if problems else [self._model, *([self.draft] if self.draft is not None else [])]
+            learned = Learned([layer for model in models for layer in self._hooks(model)])
             load: Any = self._model.load_weights  # models of engines have it, `nn.Module` does not
-            placement = trace(self._model, load, self._schema, learned.standing())
+            standing = learned.standing()
+            placement = trace(self._model, load, self._schema, standing)
+            self.drafts = False
+            if self.draft is not None:
+                both = trace_draft(self.draft, self._model, self._schema, placement, standing, self.draft_has_own)
+                if both is not None:
+                    self.drafts, placement = True, both
+                    problems += self._problems(self.draft)
             pieces, unknown = learned.compose(placement.pieces)
+        self._fill(placement.spare, source_folder(message.source))
         self._free_copies()
         problems += [*placement.problems, *unknown]
         placed = sum(piece.places is not None for piece in pieces)
@@ -186,6 +207,7 @@ class Rank:
             "untouched": placement.untouched,
             "failure": placement.failure,
             "device": bool(self._shard is not None and not self._shard.audited),
+            "draft": self.drafts,
             "node": self.node,
         }
 
@@ -210,6 +232,19 @@ class Rank:
             self._process.close()
         self._process = NodeProcess(place, self._host(), bytes.fromhex(secret))
         return {"socket": str(path), "address": self._process.address}
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        """The models whose weights are the run's."""
+        return [self._model, *([self.draft] if self.drafts and self.draft is not None else [])]
+
+    def _fill(self, spare: tuple[Piece, ...], folder: Path | None) -> None:
+        """Read what lies beside the models from the checkpoint that they were loaded from. One that is not here, or not
+        the run's, is seen by the layout guard."""
+        self._spare = spare
+        with suppress(DeltawireError):
+            if spare and folder is not None:
+                open_shard(spare).load(as_run(Checkpoint(folder), self._schema, str(folder)))
 
     def _free_copies(self) -> None:
         """Give back the memory of the layers' copies: on a device, torch would keep it from the engine."""
@@ -295,9 +330,12 @@ class Rank:
             if unchanged and self.has_moved():
                 # only a reload puts them back
                 self.reload(folder)
-            before = fingerprint(computed_with(self._model)) if unchanged else ""
+            before = self._fingerprints() if unchanged else []
             self.reload(folder)
-            if unchanged and fingerprint(computed_with(self._model)) != before:
+            if self.drafts:
+                self.reload_draft(str(Path(folder, DRAFT)) if self.draft_has_own else folder)
+            self._fill(self._spare, Path(folder))
+            if unchanged and self._fingerprints() != before:
                 raise RuntimeError("the same weights, loaded again, gave other ones")
 
         predicted = ShardDecoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}
@@ -377,14 +415,18 @@ class Rank:
             raise RuntimeError("this rank's weights are in host memory")
         return self._weights
 
+    def _fingerprints(self) -> list[str]:
+        return [fingerprint(computed_with(model)) for model in self._models]
+
     def _sums(self) -> Sums:
         return self._weights.digests(self._groups)
 
     def _require_in_place(self) -> None:
         """Raise RuntimeError if the model's storage was replaced since it was traced: the map is invalid then."""
-        live = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+        live = {storage(t) for model in self._models for t in (*model.parameters(), *model.buffers())}
+        live |= {storage(piece.view) for piece in self._spare}
         for piece in self._weights.pieces:
-            if piece.view.untyped_storage()._cdata not in live:
+            if storage(piece.view) not in live:
                 raise RuntimeError(f"the memory of {piece.region.tensor.name!r} is no longer the model's")
 
 

@@ -69,6 +69,8 @@ class EngineTarget:
         """Whether generation is known to stand still."""
         self.spoiled = False
         """Whether a swap failed and could not be undone."""
+        self.drafts = False
+        """Whether the run has the weights of the engine's draft model, which then are one with the others."""
         self.engine, self._loop = engine, loop
         self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
@@ -114,13 +116,15 @@ class EngineTarget:
             return False
         run.check_kind(is_adapter=False)
         self._schema, clock = Schema.build(()), time.perf_counter()
-        answers = self._all(messages.Locate(schema, self.engine.first_rank))
+        answers = self._all(messages.Locate(schema, self.engine.first_rank, self._from))
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
         self._require_names(schema, self._layout.unused, answers)
         self.refused = self._layout.problems[0] if self._layout.problems else ""
         self._audits = not all(answer["device"] for answer in answers)
+        # of a pipeline, the last stage has the draft model
+        self.drafts = any(answer["draft"] for answer in answers)
         self._find_nodes(schema, ranks, answers)
         if not self.refused:
             self._all(messages.SetGroups([list(groups) for groups in self._layout.groups]))

@@ -85,8 +85,8 @@ class Core:
         self._rank = Rank(
             runner.model,
             self._parallel.tp_rank,
-            problems=lambda: problems_of(runner.model, scheduler.server_args, scheduler.model_config),
-            hooks=lambda: hooked_layers(runner.model),
+            problems=lambda model: problems_of(model, scheduler.server_args, scheduler.model_config),
+            hooks=hooked_layers,
             # as while SGLang loads weights and processes them
             loading=lambda: set_default_torch_dtype(scheduler.model_config.dtype),
             reload=self._reload,

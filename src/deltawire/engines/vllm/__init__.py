@@ -4,6 +4,7 @@ hooks       layers that process their weights after loading
 guard       what makes patching wrong in vLLM
 worker      the weight-transfer back end: a rank in each worker
 adapters    followed adapters, named in the API server; adapter_worker: read and registered by every rank
+drafts      the draft model of speculative decoding
 core        the swap of all ranks, between two steps of the engine; salts of its cache
 engine      vLLM as a target sees it
 relay       several API servers: one follows, the others pass on what concerns it
@@ -126,8 +127,11 @@ def _call(worker: Any, text: str) -> dict[str, Any]:
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
+    from .drafts import draft_model, reload_draft
     from .guard import have_experts_moved, hold_experts
 
+    rank.draft = draft_model(worker)
+    rank.reload_draft = lambda folder: reload_draft(worker, folder)
     rank.reload = lambda folder: _reload(worker, folder)
     rank.has_moved = lambda: have_experts_moved(worker.model_runner)
     rank.on_layout = lambda: hold_experts(worker.model_runner)

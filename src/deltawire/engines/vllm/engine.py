@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ..live import Answer, ServerOptions
+from .drafts import draft_config
 
 
 class VllmEngine:
@@ -18,9 +19,7 @@ class VllmEngine:
         self._client, self._options = client, options
         config = client.vllm_config
         self.source = str(config.model_config.model)
-        speculative: Any = getattr(config, "speculative_config", None)
-        draft = getattr(speculative, "draft_model_config", None)
-        self.has_draft = draft is not None and draft is not speculative.target_model_config
+        self.has_draft = draft_config(config) is not None
         self._engines = engines(client)
         first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
         self.first_rank = first * config.parallel_config.world_size if first else 0

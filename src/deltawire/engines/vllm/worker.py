@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ...errors import Misconfigured
 from ..live import Rank
 from . import NEXT_STEP, named
+from .drafts import draft_has_own
 from .guard import problems_of, require_host
 from .hooks import has_powers_of_two, hooked_layers
 
@@ -49,11 +50,12 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.rank = Rank(
             self.model,
             parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            problems=lambda: problems_of(self.model, self.vllm_config),
-            hooks=lambda: hooked_layers(self.model, has_powers_of_two(self.vllm_config.model_config.hf_config)),
+            problems=lambda model: problems_of(model, self.vllm_config),
+            hooks=lambda model: hooked_layers(model, has_powers_of_two(self.vllm_config.model_config.hf_config)),
             loading=self._loading,
             host=_host,
         )
+        self.rank.draft_has_own = draft_has_own(self.vllm_config)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

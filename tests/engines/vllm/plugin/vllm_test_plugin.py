@@ -20,6 +20,7 @@ import torch
 def register() -> None:
     # some virtual machines advertise AMX and then trap on it; vLLM has no switch for that
     torch.cpu._is_amx_tile_supported = lambda: False
+    _show_drafts()
     _exchange_tokens_on_a_cpu()
     _share_experts_on_a_cpu()
     if "LIVE_TEST_FAULTS" in os.environ:
@@ -29,6 +30,18 @@ def register() -> None:
         from deltawire.engines.vllm import guard
 
         guard.problems_of = lambda model, config: [reason]
+
+
+def _show_drafts() -> None:
+    """A call of workers: checksums of the draft model, which /weight_checker leaves out."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def digests(worker: Any) -> dict[str, str]:
+        from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+        return compute_tensor_digests(worker.get_draft_model())
+
+    WorkerBase.test_draft_digests = digests
 
 
 def _exchange_tokens_on_a_cpu() -> None:
