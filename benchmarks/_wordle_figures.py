@@ -255,7 +255,7 @@ def draw(found: dict[str, Any]) -> str:
             for name, label in reversed(ARMS.items())
             if name in found
         }
-        made = chart(f"games solved in training, %, over {text}", lines, text, top=100)
+        made = chart(f"games solved, %, by {text}", lines, text, top=100)
         charts.append(made.replace("<svg ", f'<svg y="{180 * len(charts)}" ', 1))
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="560" height="360" font-family="sans-serif" font-size="12">'

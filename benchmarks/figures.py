@@ -9,6 +9,7 @@ Writes docs/figures/data/NAME.json; docs/figures/build.py puts it into the pages
     bits    stories15M, one step of a GRPO run at 3e-6: what each idea of the codecs saves
     timeline  the measured tables of `deltawire plan`
     bucket  a real run in a folder: every request of a trainer that is killed once and of three replicas
+    wordle  the run of benchmarks/wordle_gpu.py, from its result
     sync    phases and clients of benchmarks/pause_server.py, and what flipping each of 320 bits did to a sync
 """
 
@@ -560,12 +561,27 @@ def write(name: str, record: Record) -> None:
     print(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")
 
 
+def wordle() -> Record:
+    """What benchmarks/wordle_gpu.py measured on a GPU."""
+    found = json.loads((RESULTS / "wordle-gpu.json").read_text())
+    kept = ("seed", "solved_first", "solved_last", "bytes_per_step", "curve")
+    return {
+        "run": {name: found[name] for name in ("machine", "versions", "date", "command")},
+        "arms": {
+            name: [{key: seed[key] for key in kept} for seed in found[name]["seeds"]]
+            for name in ("deltas", "full", "none")
+            if name in found
+        },
+    }
+
+
 FIGURES: dict[str, Callable[[], Record]] = {
     "flips": flips,
     "bits": bits,
     "sync": sync,
     "timeline": timeline,
     "bucket": bucket,
+    "wordle": wordle,
 }
 
 

@@ -519,9 +519,12 @@ def make_start(given: argparse.Namespace) -> None:
 def check_labels(arm: Arm, given: argparse.Namespace, bucket: SeaweedFS) -> None:
     words = [given.trainer_python, str(HERE / "_wordle_labels.py"), str(arm.folder), arm.run, str(given.model),
              "--device", given.device, "--count", str(given.labels)]  # fmt: skip
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**_environment(), **bucket.environment}, timeout=PATIENCE_S
-    )
+    variables = {**_environment(), **bucket.environment}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        print(f"labels were not checked within {PATIENCE_S:.0f} s", flush=True)
+        return
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"event": "checked"')]
     if not found:
         print(f"labels were not checked: {done.stderr.strip()[-500:]}", flush=True)
