@@ -370,8 +370,8 @@ def main() -> None:
     teacher = Teacher(model, form, rules, given)
     lessons = [teacher.teach(Lesson("careful", 0.0, rate, 150), lambda solved: solved >= given.knows, given.seconds)]
     if teacher.seen["solved"] > given.target:
-        careless = Lesson("careless", 0.9, rate / 10, 10)
-        lessons.append(teacher.teach(careless, lambda solved: solved <= given.target, teacher.seconds() + 60))
+        careless = Lesson("careless", 0.9, rate / 25, 4)
+        lessons.append(teacher.teach(careless, lambda solved: solved <= given.target, teacher.seconds() + 120))
 
     model.to(torch.bfloat16).save_pretrained(given.folder)
     tokenizer.save_pretrained(given.folder)
