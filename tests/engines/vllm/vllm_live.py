@@ -37,6 +37,8 @@ class Server(live_server.Server):
             # AMX is advertised but not usable on some virtual machines; nothing here needs it
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))) if tp > 1 else "auto",
+            # vLLM 0.33 gives each data-parallel rank a memory node of its own, and a machine may have only one
+            "VLLM_CPU_SIM_MULTI_NUMA": "0",
             "VLLM_PLUGINS": "deltawire,vllm_test_plugin",
         }  # fmt: skip
 
