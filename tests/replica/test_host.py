@@ -220,6 +220,11 @@ def test_an_expanded_tensor_is_refused_by_name() -> None:
         open_weights({"w": tensor}, ModelView({"w": tensor.clone()}).schema)
 
 
+def test_an_empty_tensor_is_not_expanded_whatever_its_strides() -> None:
+    tensor = torch.empty_strided((3, 0), (0, 0))
+    assert open_weights({"w": tensor}, ModelView({"w": tensor}).schema)
+
+
 def test_all_names_that_differ_are_named() -> None:
     model = {f"model.layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(3)}
     run = {f"layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(4)}

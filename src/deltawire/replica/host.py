@@ -250,7 +250,10 @@ def memory_of(region: Region, tensor: Any, name: str) -> Rows | Copied:
     kind = Rows if found == wanted else _WIDE.get((wanted, found))
     if is_torch(tensor):
         tensor = tensor.detach()
-        if any(step == 0 and side > 1 for step, side in zip(tensor.stride(), tensor.shape, strict=True)):
+        # an empty tensor may have strides of 0: it has no elements to share memory
+        if tensor.numel() and any(
+            step == 0 and side > 1 for step, side in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
             raise SchemaMismatch(f"{name!r} is expanded, so its elements share memory and cannot differ: clone() it")
         if kind is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return Copied(region, tensor, torch_dtype(wanted))
