@@ -68,6 +68,14 @@ def test_without_a_version_it_returns_what_servers_answer_now(server: Server) ->
     assert (first["version"], second["version"], second["state"]) == (None, None, "not there")
 
 
+def test_a_server_of_another_run_is_named_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for ours in ("s3://runs/policy", "s3://eu/policy,s3://runs/policy", "s3://runs/today", "s3://runs/today"):
+            wait_for([server.url], 3, 10, ours)
+    (warned,) = [record.getMessage() for record in caplog.records if "follows" in record.getMessage()]
+    assert f"server {server.url} follows s3://runs/policy, and the trainer publishes to s3://runs/today" in warned
+
+
 def test_a_server_that_does_not_get_there_is_named_with_its_reason(server: Server) -> None:
     with pytest.raises(VersionRefused, match=r"did not reach version 4 in 0\.1 s: it is healthy, at 3"):
         wait_for([server.url], 4, 0.1)

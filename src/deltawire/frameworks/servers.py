@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -17,18 +18,34 @@ log = logging.getLogger("deltawire")
 SAY_EVERY_S = 10
 
 
-def wait_for(servers: Iterable[str], version: float | None, timeout: float) -> list[dict[str, Any]]:
+def wait_for(servers: Iterable[str], version: float | None, timeout: float, run: str = "") -> list[dict[str, Any]]:
     """Wait until each server has a version, and return what they then answer to GET /deltawire/status.
 
     servers   their addresses: http://10.0.0.7:8000
     version   the version that they need, or a later one; None returns what they answer now
     timeout   seconds for all of them together. A server that does not answer yet is waited for, too
+    run       address of the run that they should follow: of another one a warning is logged, once. It may be a mirror
+              or a view of the run, or that of an earlier training, whose versions mean nothing here
 
     Raises VersionRefused for a server that does not get there, with its state and reason, and Misconfigured for one
     that follows no run.
     """
     until = time.monotonic() + timeout
-    return [_wait(server.rstrip("/"), version, timeout, until) for server in servers]
+    found = []
+    for server in servers:
+        found.append(status := _wait(server.rstrip("/"), version, timeout, until))
+        if run and (theirs := status.get("run")) and not {*theirs.split(",")} & {*run.split(",")}:
+            _warn_of_another_run(server, theirs, run)
+    return found
+
+
+@cache
+def _warn_of_another_run(server: str, theirs: str, ours: str) -> None:
+    log.warning(
+        "server %s follows %s, and the trainer publishes to %s: if the one is no mirror or view of the other, its "
+        "samples are of other weights",
+        server, theirs, ours,
+    )  # fmt: skip
 
 
 def _wait(server: str, version: float | None, timeout: float, until: float) -> dict[str, Any]:

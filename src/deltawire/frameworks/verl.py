@@ -110,8 +110,13 @@ class DeltawireEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _stored(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Leave out the head that is tied to the embedding: checkpoints do not have it."""
-        config = Path(self._options.get("files") or "", "config.json")
-        tied = config.is_file() and json.loads(config.read_bytes()).get("tie_word_embeddings", False)
+        folder = self._options.get("files")
+        config = Path(folder, "config.json") if isinstance(folder, str | Path) else None
+        tied = (
+            config is not None
+            and config.is_file()
+            and json.loads(config.read_bytes()).get("tie_word_embeddings", False)
+        )
         return ((name, tensor) for name, tensor in weights if not (tied and name == "lm_head.weight"))
 
     def _note(self, published: dw.Published) -> None:
@@ -134,7 +139,7 @@ class DeltawireManager(CheckpointEngineManager):  # type: ignore[misc]
             run = await asyncio.to_thread(dw.Run.open, options["run"])
             needed = figures["deltawire/version"] if options["wait"] == "servers" else None
             servers = [f"http://{replica.server_address}" for replica in self.replicas]
-            found = await asyncio.to_thread(wait_for, servers, needed, options["timeout"])
+            found = await asyncio.to_thread(wait_for, servers, needed, options["timeout"], run.store.url)
             for replica, status in zip(self.replicas, found, strict=True):
                 if status["version"] is not None:
                     await self._label(replica, await asyncio.to_thread(run.manifest, status["version"]))
