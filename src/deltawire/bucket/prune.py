@@ -374,8 +374,8 @@ def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Co
     reading: set[int] = set()
     for beat in ordered_map(lambda item: run.hint(item.key, Heartbeat), fresh, REQUESTS):
         if beat is not None and beat.reading:
-            lease = Pruned(run.info.run, beat.reading)
-            reading |= {v for v in versions if v in lease}
+            announced = Pruned(run.info.run, beat.reading)
+            reading |= {v for v in versions if v in announced}
     return reading
 
 

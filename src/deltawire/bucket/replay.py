@@ -1,6 +1,6 @@
 """Check out a version: its bits in memory, verified.
 
-For weights that are not in use: a checkout, a resuming publisher, `verify`, a detour of a replica.
+For weights that are not in use: a checkout, a resuming publisher, `verify`, a replica whose way first leads back.
 Live weights are patched by `replica/`, which can undo.
 """
 
