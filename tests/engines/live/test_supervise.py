@@ -23,7 +23,9 @@ if how == "in order":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: got.append(number))
 else:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # whatever the tests were started with: nohup has SIGHUP ignored
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 print(os.getpid(), flush=True)
 if how.isdigit():
     sys.exit(int(how))
