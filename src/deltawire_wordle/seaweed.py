@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import random
@@ -26,6 +25,8 @@ from pathlib import Path
 
 from deltawire.errors import DeltawireError, MissingExtra
 from deltawire.store import ObjectStore
+
+from .processes import die_with_parent
 
 BUCKET = "deltawire"
 """Created at the start: SeaweedFS may fail if several writers are the first in a bucket."""
@@ -187,7 +188,7 @@ class SeaweedFS:
         with open(self.folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=temporary,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )  # fmt: skip
 
     def _answers(self) -> bool:
@@ -245,11 +246,3 @@ def _free_ports(host: str, count: int) -> list[int]:
         if len(found) == count:
             return found
     raise RuntimeError(f"{host} has no {count} free ports between 20000 and 22700")
-
-
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

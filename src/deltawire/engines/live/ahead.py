@@ -7,7 +7,6 @@ what is free. Where this fails or is late, they compile it themselves.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -17,9 +16,9 @@ import sys
 from collections.abc import Callable, Collection
 from functools import partial
 
-log = logging.getLogger("deltawire")
+from .supervise import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
+log = logging.getLogger("deltawire")
 
 
 def start(run: str) -> None:
@@ -29,13 +28,8 @@ def start(run: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=end_with_parent,
+        preexec_fn=partial(end_with_parent, signal.SIGKILL),
     )
-
-
-def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def units_of(run: str) -> set[int]:
@@ -100,7 +94,7 @@ def main() -> None:
 
 
 def _do(work: Callable[[], None]) -> None:
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
     work()
 
 

@@ -21,6 +21,13 @@ _SI_KERNEL = 0x80
 
 _PR_SET_PDEATHSIG = 1
 
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process sent a signal when the one that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
+
 
 def become(line: Sequence[str], environment: Mapping[str, str], folder: str = "") -> NoReturn:
     """Replace this process by one that runs an engine's server, and then removes `folder`, if one is given."""
@@ -40,11 +47,11 @@ def run(line: Sequence[str]) -> int:
     Engines end in order at either signal, each with a code of its own: 0 at Ctrl-C, death by a signal at SIGTERM.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
-    libc, asked = ctypes.CDLL(None), 0
+    asked = 0
 
     def start() -> None:
         # it does not stay behind where this process is killed
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
 
     server = subprocess.Popen([*line], preexec_fn=start)
