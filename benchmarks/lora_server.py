@@ -176,7 +176,7 @@ class _Measurement:
         spread = pause_server._spread
         at = {"p50": 50, "p99": 99, "max": 100}
         return {
-            "versions": len(rows),
+            "windows": len(rows),
             "publish_ms": spread([row.committed - row.began for row in rows]),
             "served_ms": spread([row.served - row.committed for row in rows]),
             **{

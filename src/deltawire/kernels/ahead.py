@@ -35,6 +35,7 @@ _LARGE = (2, 1 << 16)
 
 def rehearse(units: Collection[int], device: torch.device) -> None:
     """Launch, for weights of so many bytes (1, 2, 4), all that can be launched to stage, write and prove versions."""
+    name_all()
     with on(device):
         for widest in sorted(units):
             widths = [unit for unit in sorted(units) if unit <= widest]
@@ -149,6 +150,7 @@ def compile_for(capability: int, units: Collection[int], part: int = 0, parts: i
     from triton.runtime.driver import driver
 
     driver.set_active(_Absent(GPUTarget("cuda", capability, 32)))
+    name_all()
     for kernel, arguments, options in launches(units)[part::parts]:
         dtypes = [argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments]
         compiled = kernel.warmup(*dtypes, grid=(1,), **options)
@@ -157,6 +159,20 @@ def compile_for(capability: int, units: Collection[int], part: int = 0, parts: i
             from triton.backends.nvidia.driver import CudaLauncher
 
             CudaLauncher(compiled.src, compiled.metadata)
+
+
+def name_all() -> None:
+    """Have Triton name all kernels and what they call, in one order.
+
+    By its name a kernel is found on disk. Triton 3.6 leaves constants out of the name of a function that calls others
+    whose names it does not know yet (3.9 does not): names would depend on which kernel a process needs first.
+    """
+    from . import _change, _classes, _digest, _ranks, _rows, _steps, _tiles
+
+    for module in (_tiles, _steps, _digest, _rows, _classes, _ranks, _change):
+        for function in vars(module).values():
+            # Triton's interpreter has none
+            getattr(function, "cache_key", None)
 
 
 class _Absent(NamedTuple):
