@@ -489,7 +489,7 @@ def check(given: argparse.Namespace) -> dict[str, str]:
     if "trl" not in found["trainer"] or "aiohttp" not in found["trainer"]:
         missing.append("TRL in the trainer's Python: pip install 'deltawire[trl,rl]' trl==1.16.0")
     if given.engine == "vllm" and "vllm" not in found["server"]:
-        missing.append("vLLM in the server's Python: pip install vllm==0.32.0, or --engine builtin")
+        missing.append("vLLM in the server's Python: pip install vllm==0.33.0, or --engine builtin")
     if given.device == "cuda" and not found["trainer"]["cuda"]:
         missing.append("a GPU that torch finds, or --device cpu")
     if not (shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")):

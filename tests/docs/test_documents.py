@@ -86,7 +86,7 @@ def test_what_cannot_be_installed_is_refused(words: str, monkeypatch: pytest.Mon
 
 def test_installing_from_the_clone_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert pip(["install", "-e", ".[torch,hub]", "vllm==0.32.0"]) is None
+    assert pip(["install", "-e", ".[torch,hub]", "vllm==0.33.0"]) is None
 
 
 # ── the table of compatibility ───────────────────────────────────────────────────────────────────────────────────────
