@@ -345,7 +345,7 @@ class Runs:
         folder, _, name = key.rpartition("/")
         place = rng.choice((f"{number:06d}.json", "x.json", name + ".bak", f"step_{number:06d}.{'a' * 8}.safetensors"))
         made = data
-        with suppress(ValueError, AttributeError, RecursionError):
+        with suppress(ValueError, TypeError, RecursionError):
             value = json.loads(data)
             value |= {"version": number, "parent": rng.choice((number - 1, VERSIONS - 1))}
             made = json.dumps(value).encode()
