@@ -532,8 +532,7 @@ class Run:
         found = {s.version: s for s in _Past(self, gone).before(newest, since)}
         # a manifest may be signed, a page is not
         found.update((s.version, s) for s in (*manifest.recent, manifest.summary()))
-        # the newest is there, whatever `gone` says
-        return {v: found[v] for v in sorted(found) if since <= v <= newest and (v not in gone or v == newest)}
+        return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
 
     def identify(self, digest: StateDigest, newest: int) -> int | None:
         """Return the newest version up to `newest` that has this digest; None if none has.

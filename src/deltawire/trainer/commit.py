@@ -93,6 +93,9 @@ class Committer:
                 _keep_run(run)
             newest = _newest(run, signing)
             versions = run.timeline(newest.version) if newest is not None else {}
+            if newest is not None:
+                # it is continued from, whatever a list of pruned versions says
+                versions[newest.version] = newest.summary()
             return cls(run, files, claim, signing, versions, newest)
         except BaseException:
             claim.release()
