@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -43,6 +42,8 @@ RULES = """Play Wordle: find a secret word of five letters by calling `guess`. I
 Y, another place; X, not in the word. When the game is over, say: Done."""
 BEGIN = "Let us play."
 
+RETRY_S = 1.0
+"""Between two attempts to reach an environment that is gone."""
 UNFINISHED = -0.2
 """The reward of a game the model broke off: less than any that was played to its end."""
 
@@ -90,18 +91,27 @@ class Wordle:
         # None: there is no game, or its session was lost
 
     def reset(self, seed: int, **_: Any) -> str:
-        away = False
+        """Begin a game. While the environment is gone, wait for it.
+
+        TRL resets one game after the other, and after a restart all sessions have ended: they are replaced at once.
+        """
+        gone = False
         while True:
             try:
+                new = self._session is None
                 self._session = self._session or wait_for(EnvClient(self._url).__aenter__())
                 self._last = wait_for(self._session.reset(seed))
-                return f"\n{self._last.observation.message}"
             except ServerUnavailable as error:
                 self._leave()
-                if not away:
-                    log.warning("trying again until it is there: %s", error)
-                away = True
-                time.sleep(2)
+                if new:
+                    if not gone:
+                        log.warning("no new games until the environment is back: %s", error)
+                    gone = True
+                    time.sleep(RETRY_S)
+            else:
+                if gone:
+                    log.warning("the environment at %s is back", self._url)
+                return f"\n{self._last.observation.message}"
 
     def guess(self, word: str) -> str:
         """Guess the word.
@@ -126,8 +136,8 @@ class Wordle:
     def _leave(self) -> None:
         session, self._session, self._last = self._session, None, None
         if session is not None:
-            with suppress(ServerUnavailable):
-                wait_for(session.__aexit__(None, None, None))
+            # not waited for: where nobody answers, closing takes seconds
+            asyncio.run_coroutine_threadsafe(session.__aexit__(None, None, None), _sessions())
 
 
 def spell(word: str) -> str:

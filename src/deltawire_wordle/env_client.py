@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
 
 from .env_protocol import Result, State
 from .errors import ServerRefused, ServerUnavailable
@@ -49,6 +49,8 @@ class EnvClient:
         except InvalidURI as error:
             raise ServerRefused(f"{self.url} is no address of an environment: {error}") from None
         except InvalidHandshake as error:
+            if _is_gone(error):
+                raise ServerUnavailable(f"the environment at {self.url} does not answer: {error}") from error
             raise ServerRefused(f"{self.url} speaks no OpenEnv ({error}); is it the environment's address?") from None
         except (OSError, asyncio.TimeoutError) as error:
             raise ServerUnavailable(f"the environment at {self.url} does not answer: {error!r}") from error
@@ -89,3 +91,10 @@ class EnvClient:
             raise ServerRefused(f"{self.url} answers with what is no OpenEnv message: {error}") from None
         what = ServerUnavailable if refused.code in _LATER else ServerRefused
         raise what(f"the environment at {self.url} refused {kind}: {refused.message} ({refused.code})")
+
+
+def _is_gone(error: InvalidHandshake) -> bool:
+    """Whether the server ended during the handshake, or a proxy before it says that it is not there."""
+    if isinstance(error, InvalidStatus):
+        return error.response.status_code >= 500
+    return isinstance(error.__cause__, EOFError)

@@ -41,3 +41,24 @@ def test_our_client_says_who_does_not_answer(url: str) -> None:
         asyncio.run(enter(f"{url}/elsewhere"))
     with pytest.raises(ServerRefused, match="no address"):
         asyncio.run(enter("ftp://nowhere"))
+
+
+def test_our_client_knows_a_server_that_comes_back() -> None:
+    """It ends during the handshake, or a proxy answers in its place: neither is a wrong address."""
+
+    async def enter(answer: bytes) -> None:
+        async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(handshake, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with EnvClient(f"http://127.0.0.1:{port}"):
+                pass
+
+    for answer in (b"", b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"):
+        with pytest.raises(ServerUnavailable, match="does not answer"):
+            asyncio.run(enter(answer))
+    with pytest.raises(ServerRefused, match="speaks no OpenEnv"):
+        asyncio.run(enter(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"))
