@@ -233,5 +233,5 @@ def test_names_that_are_not_strings() -> None:
 
 def test_an_unsupported_dtype_is_named_with_its_tensor() -> None:
     for value in (torch.zeros(2, dtype=torch.complex128), np.zeros(2, "c16"), np.zeros(2, object)):
-        with pytest.raises(UnsupportedDtype, match=r"'odd\.weight'.* cannot travel"):
+        with pytest.raises(UnsupportedDtype, match=r"'odd\.weight'.* cannot be published"):
             dw.encode({"odd.weight": value}, {"odd.weight": value})

@@ -139,7 +139,7 @@ def tensors_of(model: Any, held: Mapping[str, Any] | None = None) -> dict[str, A
             _check_gathered(found, lambda: "deepspeed" in sys.modules)
         return found
     if not is_module(model):
-        raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
+        raise TypeError(f"cannot read weights from {type(model).__name__}: pass a module, a state dict or a mapping")
     whole, model = model, unwrapped(model)
     if is_peft(model):
         raise SchemaMismatch(
@@ -251,9 +251,7 @@ class ModelView:
         """`known` is what an earlier view had: if these tensors lie where those did, their schema is not made again.
         `of` is the model that a mapping of tensors was taken from, which then decides about the wire dtype."""
         owner = model if of is None else of
-        if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
-            names = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
-            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {names}, None (as they are)")
+        require_wire_dtype(wire_dtype)
         self._widest = 2 if wire_dtype == AUTO else 1
         """Bytes of the widest float that is not cast."""
         self._kept: re.Pattern[str] | None = None
@@ -337,9 +335,16 @@ class ModelView:
         dtype = f"torch.{self._wire}" if self._casts(name, tensor) else str(tensor.dtype)
         if dtype not in _TORCH_DTYPES:
             raise UnsupportedDtype(
-                f"{name[:80]!r} is {dtype}, which cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}"
+                f"{name[:80]!r} is {dtype}, which cannot be published; known: {', '.join(sorted(_TORCH_DTYPES))}"
             )
         return _TORCH_DTYPES[dtype]
+
+
+def require_wire_dtype(wire_dtype: str | None) -> None:
+    """Raise UnsupportedDtype for what is no `wire_dtype=`."""
+    if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
+        names = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
+        raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {names}, None (as they are)")
 
 
 def check_wire_dtype(name: str, dtype: str, wire_dtype: str | None) -> None:

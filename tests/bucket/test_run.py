@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deltawire.bucket.prune import Retention, prune
+from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run, blobs, ranges
 from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import set_tag, tags
@@ -52,6 +53,14 @@ def test_a_version_that_is_not_there(store: Store) -> None:
     [(version, found)] = run.manifests([7])
     assert version == 7
     assert isinstance(found, DeltawireError)
+
+
+def test_a_name_is_no_number(store: Store) -> None:
+    publish(store, history(2))
+    run = Run.open(store)
+    with pytest.raises(TypeError, match=r"run\.resolve\('latest'\) returns that of a name"):
+        checkout(run, "latest")  # type: ignore[arg-type]
+    assert checkout(run, run.resolve("latest")).version == 1
 
 
 def test_who_needs_few_versions_reads_no_long_page_of_history(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,4 +63,4 @@ def test_wrong_keys(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_invalid_address_is_refused() -> None:
-    assert "no store speaks ftp://" in invoke("doctor", "ftp://host/run", code=2).stderr
+    assert "there is no store for ftp://" in invoke("doctor", "ftp://host/run", code=2).stderr

@@ -31,10 +31,11 @@ def beat(run: Path, name: str, address: str, version: int | None = 3, healthy: b
 def test_a_table_and_json(run: Path) -> None:
     assert "0 replicas" in invoke("fleet", run).stdout
     beat(run, "a", "10.0.0.1:8000")
+    assert "1 replica with" in invoke("fleet", run).stdout
     beat(run, "b", "127.0.0.1:8000", version=1)
     text = invoke("fleet", run).stdout
     assert "newest version 3, 2 replicas with a heartbeat" in text
-    assert "127.0.0.1:8000 (not allowed)" in text
+    assert "127.0.0.1:8000 (needs --allow)" in text
     value = invoke_json("fleet", run)
     assert [(r["replica"], r["version"], r["lag"], r["health"], r["address"]) for r in value["replicas"]] == [
         ("a", 3, 0, "ok", "10.0.0.1:8000"),

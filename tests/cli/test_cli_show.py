@@ -56,6 +56,15 @@ def test_a_delta_of_a_run(run: Path, checkpoints: list[Path]) -> None:
     assert sum(map(sum, steps(value).values())) == sum(row["changed"] for row in value["tensors"])
 
 
+def test_bytes_of_tensors_are_a_column_if_any_are_known(tmp_path: Path) -> None:
+    """A block of a delta holds several small tensors."""
+    first = {f"layers.{n}.w": Tensor("BF16", (8, 64), bytes(1024)) for n in range(2)}
+    for number, tensors in enumerate([first, trained(first, 1, 10)]):
+        invoke("publish", write_checkpoint(tmp_path / f"{number}", tensors), tmp_path / "run")
+    delta, anchor = (invoke("show", f"{tmp_path / 'run'}@{version}").stdout.splitlines() for version in (1, 0))
+    assert [line.split()[-1] for lines in (delta, anchor) for line in lines if "dtype" in line] == ["share", "bytes"]
+
+
 @pytest.mark.parametrize("encoding", ["packed", "raw"])
 def test_steps_are_the_same_however_they_are_found(tmp_path: Path, encoding: str) -> None:
     # without 8-byte weights: of those a packed delta counts the steps of each half

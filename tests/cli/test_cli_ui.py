@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import invoke, spawn
+from typer.main import get_command
 
 import deltawire as dw
 from deltawire.bucket.versions import address_only, split_version
@@ -66,6 +67,11 @@ def test_help_has_no_line_that_a_terminal_of_80_columns_breaks() -> None:
         lines = (inspect.getdoc(function.callback) or "").splitlines()  # type: ignore[union-attr]
         # the first one is a paragraph of its own, which may wrap; of the others the line ends are kept
         assert not [line for line in lines[1:] if len(line) > 78]
+
+
+def test_help_has_no_brackets_that_are_taken_for_markup() -> None:
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    assert not [(c.name, p.name) for c in commands for p in c.params if "[" in (getattr(p, "help", None) or "")]
 
 
 def test_version() -> None:

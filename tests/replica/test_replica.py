@@ -19,6 +19,7 @@ import torch
 from blake3 import blake3
 
 from deltawire.bucket import fetch as fetching
+from deltawire.bucket.run import Run
 from deltawire.core import full, keys
 from deltawire.core.change import Change
 from deltawire.core.errors import (
@@ -580,6 +581,16 @@ def test_a_manifest_that_arrives_before_its_data(store: Store) -> None:
         assert same(live, versions[version])
     trainer.join()
     assert flaky.injected["reorder"]
+
+
+def test_each_line_of_the_log_has_the_bytes_of_its_own_link(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltawire")
+    versions = history(3)
+    publish(store, versions, anchor_ratio=1e9)
+    Replica(store, heartbeat=0).sync(blank(versions[0]))
+    logged = {record.args[1]: record.args[3] * 1e6 for record in caplog.records if "MB  %.0f ms" in record.msg}
+    run = Run.open(store)
+    assert logged == {n: pytest.approx(sum(link.bytes for link in run.manifest(n).links)) for n in range(3)}
 
 
 def test_follow_outlives_a_bad_delta(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -138,7 +138,7 @@ def test_a_target_that_lacks_a_name_is_told_which(store: Store, versions: list[M
 
     with pytest.raises(TypeError, match=r"^Misspelled is no Target: it has no takes_deltas$"):
         Replica(store, heartbeat=0).sync(Misspelled())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cannot read weights from a object"):
+    with pytest.raises(TypeError, match="cannot read weights from object"):
         Replica(store, heartbeat=0).sync(object())  # type: ignore[arg-type]
 
 

@@ -31,6 +31,15 @@ def test_what_is_no_address_and_no_store_is_refused() -> None:
             open_store(wrong)  # type: ignore[arg-type]
 
 
+def test_a_store_that_lacks_a_name_is_told_which(tmp_path: Path) -> None:
+    class Half:
+        url, creates_exclusively = "half://here", True
+        get = get_if_changed = get_range = put = put_if_absent = list = None
+
+    with pytest.raises(TypeError, match=r"^Half is no Store: it has no head and no delete$"):
+        open_store(Half())  # type: ignore[arg-type]
+
+
 def test_retry_is_the_default(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert isinstance(store, Retrying)
@@ -91,7 +100,7 @@ def test_bucket_urls_open_without_contact(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("ftp://run", r"no store speaks ftp://; use one of az://, file://, gs://, .*, s3:// or a path"),
+        ("ftp://run", r"there is no store for ftp://; use one of az://, file://, gs://, .*, s3:// or a path"),
         ("http://cdn.example/run", "without TLS"),
         ("s3:/bucket/run", "two slashes"),
         ("s3//bucket/run", r"write s3://…, or \./s3/… for a folder"),

@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Any, type[DeltawireError], str]] = {
     "dtype": (lambda w: instead(w, "layer.bias", np.ones(16, np.float16)), SchemaMismatch, "'layer.bias'"),
     "new": (lambda w: [*w.items(), ("extra", w["scale"])], SchemaMismatch, "'extra' came as .* does not have it"),
     "nothing": (lambda w: iter(()), SchemaMismatch, "brought nothing: was it used before"),
-    "none": (lambda w: [*w.items(), None, ("steps", w["steps"])], UnsupportedTensor, "not a NoneType"),
+    "none": (lambda w: [*w.items(), None, ("steps", w["steps"])], UnsupportedTensor, "not NoneType"),
     "no pairs": (lambda w: w.values(), UnsupportedTensor, "brings pairs"),
     "no name": (lambda w: [(3, w["scale"])], UnsafeName, "named by strings"),
     "bad name": (lambda w: [("../scale", w["scale"])], UnsafeName, "scale"),

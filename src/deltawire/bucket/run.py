@@ -442,6 +442,8 @@ class Run:
         manifests = self._manifests
         if (kept := manifests.get(version)) is not None:
             return kept[0]
+        if version is None or isinstance(version, str):
+            raise TypeError(f"a version is a number here: run.resolve({version!r}) returns that of a name")
         if not 0 <= version <= keys.MAX_VERSION:
             raise VersionNotFound(f"versions count from 0 and have at most 18 digits; {version} cannot be one")
         try:

@@ -109,11 +109,11 @@ def options(
 
     \b
     Examples
-      deltawire demo                           watch it work, here and now
-      deltawire publish step-100 s3://runs/chat       the next version
+      deltawire demo                               watch it work, here and now
+      deltawire publish step-100 s3://runs/chat    the next version
       deltawire follow s3://runs/chat --dir models/chat
-      deltawire log s3://runs/chat             versions and replicas
-      deltawire runs s3://runs                 all runs of a bucket
+      deltawire log s3://runs/chat                 versions and replicas
+      deltawire runs s3://runs                     all runs of a bucket
     """
     logger = logging.getLogger("deltawire")
     logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))

@@ -20,7 +20,7 @@ PORT = 8321
 def command(
     run: ui.RunArgument,
     port: Annotated[
-        int | None, Option(min=0, max=65535, help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]")
+        int | None, Option(min=0, max=65535, help=f"Port of the live page; 0: any that is free; by default {PORT}.")
     ] = None,
     host: ui.HostOption = "127.0.0.1",
     token_file: ui.TokenFileOption = None,
@@ -28,7 +28,13 @@ def command(
         Path | None, Option("--out", "-o", metavar="FILE", help="Write the page as one file that needs no server.")
     ] = None,
     every: Annotated[
-        float, Option(metavar="SECONDS", min=0, help="With --out: write it again and again, until interrupted.")
+        float,
+        Option(
+            metavar="SECONDS",
+            min=0,
+            show_default=False,
+            help="With --out: write it again so often, until interrupted; by default once.",
+        ),
     ] = 0.0,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Write the latest syncs as a trace for ui.perfetto.dev.")
@@ -38,7 +44,7 @@ def command(
         Option(
             min=16,
             metavar="N",
-            help="Most requests to the bucket before the page shows.  [default: 48, in a folder 400]",
+            help="Most requests to the bucket before the page shows; by default 48, in a folder 400.",
         ),
     ] = None,
     json: ui.JsonOption = False,

@@ -108,7 +108,8 @@ def command(
 
             def render(out: ui.Console) -> None:
                 version = "no version yet" if newest is None else f"newest version {newest}"
-                out.print(f"{opened.store.url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
+                noun = "replica" if len(found) == 1 else "replicas"
+                out.print(f"{opened.store.url}  {version}, {len(found)} {noun} with a heartbeat", soft_wrap=True)
                 print_members(out, found, allowed)
 
             ui.emit(value, render, json)
@@ -233,5 +234,5 @@ def _row(member: Member, allowed: Allowed | None) -> list[str]:
         member.health,
         known(member.pause_s, ui.duration(member.pause_s or 0.0)),
         f"{ui.duration(max(member.seen_s, 1))} ago",
-        (member.address or "–") + (" (not allowed)" if refused else ""),
+        (member.address or "–") + (" (needs --allow)" if refused else ""),
     ]

@@ -291,7 +291,9 @@ def _render_version(out: ui.Console, value: dict[str, Any]) -> None:
 def _render_tensors(out: ui.Console, value: dict[str, Any]) -> None:
     sparse = value["kind"] == "delta"
     ranged = any("indices" in row for row in value["tensors"])
-    columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
+    # the blocks of a delta may hold several small tensors each
+    sized = any(row["bytes"] is not None for row in value["tensors"])
+    columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), *(["bytes"] if sized else [])]
     rows = []
     for row in value["tensors"][:SHOWN]:
         shape = "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"
@@ -300,7 +302,8 @@ def _render_tensors(out: ui.Console, value: dict[str, Any]) -> None:
             changed, elements = row["changed"], row["elements"]
             cells += ["–" if changed is None else f"{changed:,}"]
             cells += [ui.percent(changed, elements) if changed is not None and elements else "–"]
-        cells.append("–" if row["bytes"] is None else ui.size(row["bytes"]))
+        if sized:
+            cells.append("–" if row["bytes"] is None else ui.size(row["bytes"]))
         if ranged:
             stats = row.get("indices")
             order = "" if stats is None or stats.ascending else " unsorted"

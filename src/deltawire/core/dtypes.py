@@ -80,14 +80,14 @@ def lookup(name: str) -> Dtype:
     try:
         return DTYPES[name]
     except KeyError:
-        raise UnsupportedDtype(f"dtype {name!r} cannot travel; known: {', '.join(sorted(DTYPES))}") from None
+        raise UnsupportedDtype(f"dtype {name!r} is unknown; known: {', '.join(sorted(DTYPES))}") from None
 
 
 def of_numpy(array: npt.NDArray[Any]) -> str:
     # bytes in the other order would be other numbers where they arrive
     name = _FROM_NUMPY.get(array.dtype.name) if array.dtype.isnative else None
     if name is None:
-        raise UnsupportedDtype(f"numpy dtype {array.dtype} cannot travel; pass an integer view of its bits")
+        raise UnsupportedDtype(f"numpy dtype {array.dtype} cannot be published; pass an integer view of its bits")
     return name
 
 

@@ -110,12 +110,13 @@ class Attempt:
         """Apply a link to the weights. Where there is a copy, to that; only the last one brings it to the weights."""
         weights = self._weights
         kind: str = step.kind
+        size = fetched.bytes
         content: Delta | Source
         if self._copy is not None:
             advance(self._copy, fetched, resolve)
             if step.version != self._want:
                 return
-            kind, content = "copy", self._copy
+            kind, content, size = "copy", self._copy, self.fetched
         elif kind == "delta":
             content = fetched.delta(weights.digest)
         else:
@@ -131,7 +132,7 @@ class Attempt:
         )
         self._note(weights.apply(update))
         took = 1e3 * (time.perf_counter() - clock)
-        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self._heartbeats.id, step.version, kind, self.fetched / 1e6, took)
+        log.info("%s: v%d  %s  %.2f MB  %.0f ms", self._heartbeats.id, step.version, kind, size / 1e6, took)
 
     def _go_round(self, step: Step, error: DeltawireError) -> None:
         """Plan again: from what the weights are found to be, or without this link."""

@@ -75,6 +75,9 @@ _ANOTHER = re.compile(r",(?=[a-z0-9]+://)")
 """Between two addresses. A comma that no address follows is part of a name."""
 
 
+_MEMBERS = (*Store.__annotations__, *(name for name in vars(Store) if not name.startswith("_")))
+
+
 def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
     """Return the store at a URL or path, without any request. A `Store` is returned unchanged.
 
@@ -82,7 +85,9 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
     """
     # not by isinstance(where, Store): from Python 3.12 on that denies a store which passes calls on by __getattr__
     if not isinstance(where, str | os.PathLike):
-        if not hasattr(where, "get_if_changed"):
+        if missing := [name for name in _MEMBERS if not hasattr(where, name)]:
+            if len(_MEMBERS) - len(missing) > 1:
+                raise TypeError(f"{type(where).__name__} is no Store: it has no {' and no '.join(missing)}")
             raise TypeError(f"{where!r} is neither an address (a URL or a path) nor a Store")
         return where
     addresses = _ANOTHER.split(os.fspath(where))
@@ -110,9 +115,9 @@ def _open(where: str) -> Store:
         return LocalStore(Path(where).expanduser())
     name = scheme[1].lower()
     if name not in _SCHEMES:
-        raise BadURL(f"no store speaks {name}://; {_known()}")
+        raise BadURL(f"there is no store for {name}://; {_known()}")
     if not where.startswith("://", len(name)):
-        raise BadURL(f"{name}: wants two slashes, as in {name}://…")
+        raise BadURL(f"{name}: needs two slashes, as in {name}://…")
     where = name + where[len(name) :]
     if name == "hf":
         return HubStore.from_url(where)

@@ -286,4 +286,4 @@ def _log(manifest: Manifest, elements: int, publishes: int) -> None:
     share = 100 * manifest.changed / max(elements, 1)
     merged = f"  {publishes} publishes" if publishes > 1 else ""
     mb = sum(blob.size for link in manifest.links for blob in link.objects) / 1e6
-    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)
+    log.info("v%d%s  %s  %.2f %% changed  %.2f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)

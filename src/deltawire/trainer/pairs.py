@@ -110,7 +110,7 @@ class OneByOne:
         """Compare or copy a tensor. Returns its name."""
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UnsupportedTensor(
-                f"an iterator of weights brings pairs (name, tensor), not a {type(pair).__name__}; shards are a list"
+                f"an iterator of weights brings pairs (name, tensor), not {type(pair).__name__}; shards are a list"
             )
         name, tensor = pair
         if not isinstance(name, str):

@@ -423,7 +423,8 @@ class Pipeline:
             versions = self._committer.versions if self._committer else {}
             same = [version for version, summary in versions.items() if summary.digest == digest]
             what = f"version {same[-1]}" if same else "no version of it"
-            return f"{url} is at version {newest.version}; these weights are {what}"
+            next_step = "load that version, or call publish, which continues after it"
+            return f"{url} is at version {newest.version}; these weights are {what}: {next_step}"
 
         if digest == newest.digest:
             return False

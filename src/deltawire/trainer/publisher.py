@@ -23,7 +23,7 @@ from ..core.full import Source
 from ..core.manifest import Manifest, Origin
 from ..core.parallel import Later
 from ..core.signing import SigningKey
-from ..models import AUTO, Model
+from ..models import AUTO, Model, require_wire_dtype
 from ..store import Store, open_store
 from ..views import check_view
 from .claim import Claim
@@ -143,6 +143,7 @@ class Publisher:
         _refuse_second_script()
         # an optimizer has a detector of its own
         compares = detector.detector() if detector is not None and hasattr(detector, "detector") else detector
+        require_wire_dtype(wire_dtype)
         if view is not None:
             check_view(view)
             if compares is not None and not compares.compares_views:
