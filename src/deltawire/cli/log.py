@@ -31,7 +31,7 @@ def command(
     "smaller" how many times less that is than the full weights. "+anchor" means
     that the version can also be reached by full weights, "+skip" by a delta from
     an earlier base. Metrics that were published with it fill the rest of the
-    line; `show` has all of them.
+    line. `show` has all metrics, and the links that a keeper has added.
 
     Commands accept what "version" shows: RUN@v41, and a tag as RUN@best.
 
