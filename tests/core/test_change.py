@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -29,6 +30,29 @@ def test_compare_finds_every_difference(schema: Schema, density: float, old: int
             x, y = a.region(c.region), b.region(c.region)
             where = np.flatnonzero(x != y)
             assert lists(c) == (where.tolist(), x[where].tolist(), y[where].tolist())
+
+
+def test_compare_while_another_thread_writes_finds_no_change_of_nothing() -> None:
+    """Such a change has no code: the version was committed, and no replica could read it, nor those after it."""
+    size = (1 << 18) + 7
+    region = Region(TensorSpec("w", "BF16", (size,)), 0, 1, 0, size)
+    old = np.zeros(size, np.uint16)
+    weights, ended = old.copy(), threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            np.bitwise_xor(weights, 1, out=weights)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            found = compare(region, old, weights)
+            assert np.all(found.old != found.new)
+            assert np.all(np.diff(found.positions.astype(np.int64)) > 0)
+    finally:
+        ended.set()
+        writer.join()
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, (1 << 20) - 1, 1 << 20, (1 << 20) + 3])

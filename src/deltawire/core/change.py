@@ -340,6 +340,8 @@ def _bands(rows: int, height: int) -> Iterator[tuple[int, int]]:
 
 @njit(cache=True, nogil=True)
 def _compare(old: Any, new: Any, start: int, positions: Any, was: Any, now: Any) -> int:
+    """Where another thread writes to `new`, a weight may be back at its old bits when it is read a second time. A
+    change of nothing has no code, and a delta with one could not be read: such a weight is no change."""
     found = 0
     whole = old.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -349,14 +351,14 @@ def _compare(old: Any, new: Any, start: int, positions: Any, was: Any, now: Any)
             positions[found] = start + j
             was[found] = old[j]
             now[found] = new[j]
-            found += 1
+            found += was[found] != now[found]
             mask &= mask - np.uint64(1)
     for i in range(whole, old.size):
         if old[i] != new[i]:
             positions[found] = start + i
             was[found] = old[i]
             now[found] = new[i]
-            found += 1
+            found += was[found] != now[found]
     return found
 
 
