@@ -66,3 +66,26 @@ def test_kernels_are_loaded_in_any_thread() -> None:
     thread.join(60)
     assert {*loading} == {"own"}
     assert kernel(1) == 2
+
+
+def test_a_process_that_is_forked_meanwhile_has_no_lock_of_numba_taken() -> None:
+    """It waited for ever for a thread that it does not have."""
+    loading, may_end = threading.Event(), threading.Event()
+
+    def look() -> None:
+        loading.set()
+        may_end.wait(60)
+
+    thread = threading.Thread(target=counting(look), args=(1,))
+    thread.start()
+    assert loading.wait(60)
+    threading.Timer(0.3, may_end.set).start()
+    child = os.fork()
+    if not child:
+        # by its default action: this process has the handlers of pytest
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        os._exit(0 if counting(lambda: None)(2) == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join(60)
+    assert counting(lambda: None)(3) == 4
