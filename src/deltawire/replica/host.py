@@ -264,5 +264,6 @@ def memory_of(region: Region, tensor: Any, name: str) -> Rows | Copied:
             raise SchemaMismatch(
                 f"{name!r} must be a writable, contiguous array of {wanted} or float32 to be patched in place"
             )
-        bits = tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}")
+        # without the shape that a subclass (matrix, masked array) insists on
+        bits = np.asarray(tensor).reshape(-1).view(f"u{min(tensor.itemsize, 4)}")
     return kind(region, bits.reshape(region.rows, region.columns))
