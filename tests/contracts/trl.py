@@ -19,6 +19,7 @@ LOOP = f"{GRPO}.async_rollout_worker:_AsyncRolloutLoop"
 takes(f"{LOOP}._post", "path", "payload")
 takes(f"{LOOP}._generate_one", "group_id")
 takes(f"{LOOP}._score_group", "group")
+find(f"{LOOP}._retry")
 find(f"{GRPO}.async_rollout_worker:AsyncRolloutWorker._loop_cls")
 takes(f"{GRPO}.async_rollout_worker:AsyncRolloutWorker.update_model_version", "model_version")
 find("deltawire.engines.trl_worker")

@@ -176,3 +176,14 @@ def check_that_the_run_ends_with(weights: Path, run: str) -> None:
     live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
     Replica(run, heartbeat=0).sync(live)
     assert all(torch.equal(live[name].view(torch.int16), final[name].view(torch.int16)) for name in live)
+
+
+def test_a_server_that_comes_back_is_asked_at_once(python: Path) -> None:
+    """TRL itself asks again after up to 16 seconds, and logs a line for each attempt of each game."""
+    script = str(TASK.with_name("server_gone.py"))
+    done = subprocess.run([str(python), script], env=QUIET, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seconds"] < 4
+    gone, back = found["messages"]
+    assert "is gone; waiting for it up to 600 s" in gone
+    assert "is back after" in back

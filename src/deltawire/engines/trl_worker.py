@@ -9,11 +9,13 @@ for no older one: a server that is behind catches up first, instead of making sa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from contextvars import ContextVar
 from typing import Any
 
+import aiohttp
 import requests
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
@@ -26,6 +28,8 @@ log = logging.getLogger("deltawire")
 
 SAY_EVERY = 10.0
 """Seconds between two log lines about a server that is not ready."""
+GONE_S = 600.0
+"""How long requests wait for a server that does not answer any more; then TRL's own attempts begin."""
 
 _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
 
@@ -39,6 +43,8 @@ class VersionedLoop(_AsyncRolloutLoop):
         """Oldest version in the answers so far, by group."""
         self._served = ""
         """Name of the model at the server, once it is known."""
+        self._asking = asyncio.Lock()
+        self._gone_since: float | None = None
 
     async def _served_name(self, name: str) -> str:
         """The trainer's name for the model if the server knows it, else the server's own."""
@@ -50,15 +56,44 @@ class VersionedLoop(_AsyncRolloutLoop):
         return self._served
 
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
-        if self.lora_name is None and "model" in payload:
-            payload = {**payload, "model": await self._served_name(payload["model"])}
-            # of every request from now on: it never falls
-            self.session.headers[names.MIN_VERSION_HEADER] = str(self.model_version)
-        answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
+        try:
+            if self.lora_name is None and "model" in payload:
+                payload = {**payload, "model": await self._served_name(payload["model"])}
+                # of every request from now on: it never falls
+                self.session.headers[names.MIN_VERSION_HEADER] = str(self.model_version)
+            answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            # TRL asks again, but by itself only every 16 seconds after a while
+            await self._wait_for_answer()
+            raise
         seen = _oldest.get()
         if seen is not None:
             seen.extend(versions_in(answer))
         return answer
+
+    async def _wait_for_answer(self) -> None:
+        """Return once the server answers, or has not answered for GONE_S."""
+        # one request finds out for all
+        async with self._asking:
+            while not await self._answers():
+                now = time.monotonic()
+                if self._gone_since is None:
+                    log.warning("the server at %s is gone; waiting for it up to %.0f s", self.vllm_server_url, GONE_S)
+                    self._gone_since = now
+                if now - self._gone_since > GONE_S:
+                    return
+                await asyncio.sleep(1.0)
+            if self._gone_since is not None:
+                waited, self._gone_since = time.monotonic() - self._gone_since, None
+                log.warning("the server at %s is back after %.0f s", self.vllm_server_url, waited)
+
+    async def _answers(self) -> bool:
+        try:
+            limit = aiohttp.ClientTimeout(total=5)
+            async with self.session.get(f"{self.vllm_server_url}/v1/models", timeout=limit) as response:
+                return bool(response.status < 500)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return False
 
     async def _generate_one(self, *args: Any, group_id: int, **options: Any) -> Any:
         seen: list[int] = []
