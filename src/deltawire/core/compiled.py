@@ -20,7 +20,6 @@ from numba.core import compiler_lock
 
 from .parallel import Later
 
-
 _lock: Any = compiler_lock.global_compiler_lock
 
 
