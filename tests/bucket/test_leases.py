@@ -19,7 +19,7 @@ from deltawire.bucket.prune import Retention, prune, survey
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
-from deltawire.core.errors import ManifestError, VersionNotFound
+from deltawire.core.errors import ManifestError, MissingBase, VersionNotFound
 from deltawire.core.manifest import Heartbeat, Pruned, dump
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
@@ -245,6 +245,36 @@ def test_several_prunes_at_once(run: Store, models: list[Model]) -> None:
     assert result.failure is None, result.failure
     assert Run.open(run).listed() == list(range(16, COUNT))
     assert Run.open(run).pruned().versions == ((0, 15),)
+
+
+class HalfPruned(CountingStore):
+    """One of which another prune has deleted the manifest of version 2; those up to 15 go when the next prune looks for
+    the second time, if it goes on. Its marks were lost."""
+
+    def __init__(self, inner: Store, goes_on: bool) -> None:
+        super().__init__(inner)
+        self._looks, self._going = 0, range(16) if goes_on else range(0)
+        inner.delete(keys.manifest(2))
+
+    def put(self, key: str, *args: Any, **options: Any) -> Any:
+        self._looks += key == keys.CLOCK
+        if self._looks == 2:
+            for version in self._going:
+                self.delete(keys.manifest(version))
+        return super().put(key, *args, **options)
+
+
+def test_a_prune_looks_again_where_another_is_halfway(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "_HALFWAY_S", 0.0)
+    prune(Run.open(HalfPruned(run, goes_on=True)), Retention(last=9, grace=0.0))
+    assert Run.open(run).listed() == list(range(16, COUNT))
+
+
+def test_a_prune_stops_where_a_version_that_stays_has_no_way(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "_HALFWAY_S", 0.0)
+    with pytest.raises(MissingBase, match="no anchor leads there"):
+        prune(Run.open(HalfPruned(run, goes_on=False)), Retention(last=9, grace=0.0))
+    assert Run.open(run).listed() == [v for v in range(COUNT) if v != 2]
 
 
 def test_marks_that_another_prune_lost_are_made_again(run: Store) -> None:

@@ -23,6 +23,7 @@ writer, of a replica or of the machine that prunes is compared with another.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ import msgspec
 
 from ..core import chain, history, keys
 from ..core.added import AddedIndex, AddedLink, in_manifest
-from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
+from ..core.errors import ManifestError, MissingBase, ObjectNotFound, VersionNotFound
 from ..core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump, now
 from ..core.parallel import REQUESTS, for_each, ordered_map
 from ..store import ObjectInfo
@@ -43,6 +44,9 @@ from .versions import tags
 
 _READERS = 50_000
 """Replicas that may say what they read. All of them are asked, since what one reads must stay; so more are refused."""
+
+_HALFWAY_S = 1.0
+"""Between two looks at a run of which versions lead nowhere: where another prune deletes them, more are gone then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +323,23 @@ def prune(
 def _survey_by_its_clock(
     run: Run, rule: Retention, damaged: Mapping[str, str | None], known: dict[int, Manifest]
 ) -> PrunePlan:
+    seen: set[int | None] = set()
     while True:
         run.store.put(keys.CLOCK, b"{}")
         # by listing, like everything it is compared with: some stores list finer times than they head
         listing = list(run.store.list())
         run.store.delete(keys.CLOCK)
         at = next((item.modified for item in listing if item.key == keys.CLOCK), None)
-        if at is not None:  # else another prune took it away
+        if at is None:  # another prune took it away
+            continue
+        try:
             return _plan(run, rule, listing, at, known, damaged=damaged)
+        except MissingBase:
+            # another prune may have deleted half of what it deletes
+            before, seen = seen, {keys.version_of(item.key) for item in listing}
+            if seen == before:
+                raise
+            time.sleep(_HALFWAY_S)
 
 
 def _plan(
