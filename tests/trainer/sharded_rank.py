@@ -787,6 +787,30 @@ class Rank:
         self.error("pairs steps", lambda: publisher.publish([("w", torch.ones(8))], step=1 + self.rank))
         self.error("pairs after", lambda: publisher.publish([("w", torch.ones(8))], step=2))
 
+    def pairs_given_up(self) -> None:
+        """Ranks give up in their own threads while the background thread of one waits for that of the other, which
+        writes nothing any more."""
+        publisher, weights = Publisher(self.run("pairs-given-up")), torch.arange(8.0)
+        publisher.publish([("w", weights)], step=0, wait=True)
+        background = publisher._pipeline.background
+        soon = background.next
+
+        def late() -> Any:
+            found = soon()
+            time.sleep(1.0)
+            return found
+
+        if self.rank:
+            background.next = late  # type: ignore[method-assign]
+        for step in (1, 2):
+            # the thread waits in the first one already
+            publisher.publish([("w", weights + step)], step=step, wait=step == 1)
+        time.sleep(0.3)
+        self.error("pairs given up", lambda: publisher.publish([("w", weights)], step=3 + self.rank))
+        self.error("pairs given up, close", lambda: publisher.close(timeout=60))
+        # nobody ends before
+        dist.barrier()
+
     def pairs_killed(self) -> None:
         """The last rank dies between two tensors."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

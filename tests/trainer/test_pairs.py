@@ -573,7 +573,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch")
     from test_shards import run_ranks
 
-    scenarios = "pairs,pairs_refused,pairs_resume,early,pairs_interrupted/pairs_out_of_step/pairs_killed"
+    scenarios = "pairs,pairs_refused,pairs_resume,early,pairs_interrupted/pairs_out_of_step/pairs_given_up/pairs_killed"
     return run_ranks([], tmp_path_factory.mktemp("pairs"), scenarios, 2, dies=1)
 
 
@@ -638,6 +638,13 @@ def test_ranks_of_different_steps_are_told_so(two: Any) -> None:
         assert report["pairs steps"][0] == "OutOfStep"
         said = "rank 0: publish 2 of weights one by one, step=1, rank 1: publish 2 of weights one by one, step=2"
         assert said in report["pairs steps"][1]
+
+
+def test_ranks_that_give_up_wait_for_nobody(two: Any) -> None:
+    """Without `part` the close of rank 0 would wait as long as others may be late."""
+    for report in two.reports:
+        for what in ("pairs given up", "pairs given up, close"):
+            assert report[what][0] == "OutOfStep", report[what]
 
 
 def test_a_rank_that_is_interrupted_within_pairs_makes_no_wrong_version(two: Any) -> None:

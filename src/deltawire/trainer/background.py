@@ -51,13 +51,18 @@ class Background:
 
     Where several ranks publish together, `leave` is called by the thread when no further publish will come, unless a
     lasting failure came before. Then a failure is not raised by the next publish, nor at all once a later version has
-    made up for it: a rank that raised where others do not would leave them waiting.
+    made up for it: a rank that raised where others do not would leave them waiting. `part` is called where ranks have
+    given up: it ends what their threads do together.
     """
 
     def __init__(
-        self, write: Callable[[CapturedVersion], Published], where: str, leave: Callable[[], None] | None = None
+        self,
+        write: Callable[[CapturedVersion], Published],
+        where: str,
+        leave: Callable[[], None] | None = None,
+        part: Callable[[], None] | None = None,
     ) -> None:
-        self._write, self._where, self._leave = write, where, leave
+        self._write, self._where, self._leave, self._part = write, where, leave, part
         self._lock = threading.Lock()
         """`with` takes this one and not the condition, whose own `__enter__` can be interrupted when the lock is taken
         already."""
@@ -70,6 +75,8 @@ class Background:
         """The last failure, until it is raised."""
         self._lasting: BaseException | None = None
         """A failure that stays, whatever becomes of the version in flight."""
+        self._given_up = False
+        """Whether all ranks have agreed in their own threads that no version can follow."""
         self._behind = False
         """Whether the last version to be written has failed."""
         self._ending = False
@@ -207,11 +214,13 @@ class Background:
 
     def give_up(self, error: OutOfStep) -> None:
         """Let all later publishes fail like one that did not get as far as this thread, on all ranks."""
+        self._given_up = True
         self._note(error)
 
     def _note(self, error: BaseException) -> None:
         if isinstance(error, _LASTING):
-            self._lasting = error
+            # what came first is the cause
+            self._lasting = self._lasting or error
         else:
             self._failures.append(error)
 
@@ -238,6 +247,7 @@ class Background:
             try:
                 if self._lasting is not None:
                     # other ranks may have ended for the same reason: none would answer
+                    self._part_after_giving_up()
                     raise self._lasting
                 published = self._write(pending)
             except BaseException as error:
@@ -260,6 +270,13 @@ class Background:
                 self._leave()
             except BaseException as error:
                 self._note(error)
+        if self._is_own_thread():
+            self._part_after_giving_up()
+
+    def _part_after_giving_up(self) -> None:
+        """Ranks give up in their own threads: that of another one may wait for this one to write a version with it."""
+        if self._given_up and self._part is not None:
+            self._part()
 
 
 # ── this process ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -111,6 +111,9 @@ class Group:
         """An error that every rank is about to raise."""
         return error
 
+    def part(self) -> None:
+        """Take no further part: ranks that wait for this one get RankLost."""
+
 
 def _gloo_group(ranks: list[int]) -> Any:
     """A group of these ranks beside the training's own ones."""
@@ -234,6 +237,10 @@ class Ranks(Group):
                     nothing = self._torch.empty(1)
                     receiving: Any = self._dist.irecv(nothing, self._ranks[rank], self._group, _NEVER_SENT)
                     receiving.wait(_AT_ONCE)
+
+    def part(self) -> None:
+        if self._group is not None:
+            self._close()
 
     def together(self, work: Callable[[], T]) -> list[T]:
         error: Exception | None = None

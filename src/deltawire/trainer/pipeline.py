@@ -117,7 +117,7 @@ class Pipeline:
         self._lockstep = Lockstep(self._writing_group)
         self._publishes = 0
         leave = (lambda: self._lockstep.leave(self._publishes)) if self.together else None
-        self.background = Background(self._write, store.url, leave)
+        self.background = Background(self._write, store.url, leave, self._writing_group.part)
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
