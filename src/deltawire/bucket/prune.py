@@ -46,7 +46,7 @@ _READERS = 50_000
 """Replicas that may say what they read. All of them are asked, since what one reads must stay; so more are refused."""
 
 _HALFWAY_S = 1.0
-"""Between two looks at a run of which versions lead nowhere: where another prune deletes them, more are gone then."""
+"""Seconds until a run is listed again in which a version has no way: a prune that is deleting it gets on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,8 @@ class Committer:
             if not claim.excludes:
                 _keep_run(run)
             newest = _newest(run, signing)
-            versions = run.timeline(newest.version) if newest is not None else {}
-            if newest is not None:
-                # it is continued from, whatever a list of pruned versions says
-                versions[newest.version] = newest.summary()
+            # the newest is continued from, whatever a list of pruned versions says
+            versions = run.timeline(newest.version) | {newest.version: newest.summary()} if newest is not None else {}
             return cls(run, files, claim, signing, versions, newest)
         except BaseException:
             claim.release()
