@@ -25,6 +25,7 @@ from ..bucket.watch import Watcher, following
 from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import DAMAGE, DeltawireError, RunNotFound, RunReplaced, SchemaError, VersionRefused
+from ..core.protocols import implements
 from ..metrics import VersionFigures
 from ..store import MirroredStore, Store, open_store
 from .attempt import Attempt
@@ -32,7 +33,7 @@ from .failures import Failures
 from .heartbeats import Heartbeats, Status
 from .live_weights import LiveWeights
 from .model import Model, ModelTarget
-from .target import AnyTarget, Target, require_no_half_target
+from .target import AnyTarget, Target
 
 log = logging.getLogger("deltawire")
 
@@ -409,7 +410,8 @@ class Replica:
         elif isinstance(model, Target):
             target = model
         else:
-            require_no_half_target(model)
+            # a model in memory may have one of these names, as `State` has
+            implements(Target, model)
             target = self._as_target(model)
         self._weights.bind(target, run, want)
 

@@ -262,13 +262,3 @@ class PartTarget(Protocol):
 
 
 AnyTarget = Target[Any]
-
-_MEMBERS = tuple(name for name in vars(Target) if not name.startswith("_"))
-
-
-def require_no_half_target(model: object) -> None:
-    """Raise TypeError for what was meant as a Target and lacks some of it: a name that is misspelled, for example."""
-    # a model in memory may have one of these names, as `State` has
-    missing = [name for name in _MEMBERS if not hasattr(model, name)]
-    if missing and len(_MEMBERS) - len(missing) > 1:
-        raise TypeError(f"{type(model).__name__} is no Target: it has no {' and no '.join(missing)}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltawire.core.errors import BadURL
+from deltawire.core.protocols import implements
 from deltawire.store import http
 from deltawire.store.base import (
     Announcing,
@@ -75,9 +76,6 @@ _ANOTHER = re.compile(r",(?=[a-z0-9]+://)")
 """Between two addresses. A comma that no address follows is part of a name."""
 
 
-_MEMBERS = (*Store.__annotations__, *(name for name in vars(Store) if not name.startswith("_")))
-
-
 def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
     """Return the store at a URL or path, without any request. A `Store` is returned unchanged.
 
@@ -85,9 +83,7 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
     """
     # not by isinstance(where, Store): from Python 3.12 on that denies a store which passes calls on by __getattr__
     if not isinstance(where, str | os.PathLike):
-        if missing := [name for name in _MEMBERS if not hasattr(where, name)]:
-            if len(_MEMBERS) - len(missing) > 1:
-                raise TypeError(f"{type(where).__name__} is no Store: it has no {' and no '.join(missing)}")
+        if not implements(Store, where):
             raise TypeError(f"{where!r} is neither an address (a URL or a path) nor a Store")
         return where
     addresses = _ANOTHER.split(os.fspath(where))
