@@ -47,6 +47,12 @@ SERVERS = [
         "pause_server.py --shape tiny --phases control context packed --syncs 4 --control 4 --streams 2 --tokens 100",
     ),
     Server(
+        "0.6B-fp8",
+        "pause_server.py --shape 0.6B --view fp8-block-ue8m0 --phases control packed equal --syncs 25 --tokens 1000"
+        " --flags '--gpu-memory-utilization 0.15 --kv-cache-memory-bytes 14G --max-num-batched-tokens 2048'",
+        "",
+    ),
+    Server(
         "lora",
         "lora_server.py --shape 0.6B --streams 32 --rank 32 --versions 100 --seconds 260 --profile"
         " --flags '--gpu-memory-utilization 0.2 --kv-cache-memory-bytes 16G'",
@@ -60,19 +66,20 @@ SERVERS = [
     ),
 ]
 TURNS = [
-    ("0.6B", "control"), ("0.6B", "context"), ("0.6B", "packed"), ("lora", "versions"),
-    ("8B", "control"), ("8B", "context"), ("8B", "packed"), ("0.6B", "throughput"), ("0.6B", "rivals"),
+    ("0.6B", "control"), ("0.6B", "context"), ("0.6B", "packed"), ("0.6B-fp8", "control"), ("0.6B-fp8", "packed"),
+    ("lora", "versions"), ("8B", "control"), ("8B", "context"), ("8B", "packed"), ("0.6B", "throughput"),
+    ("0.6B", "rivals"), ("0.6B-fp8", "equal"),
 ]  # fmt: skip
 """Server and phase, in the order of measurement: each control phase directly before what it is compared with."""
 PROGRAMS = [("held", "held.py --step 0.3 --publishes 5 --repeats 10 --only snapshot,adamw --out FOLDER")]
 """Measured when all servers have ended."""
 _MOE = (
     "pause_server.py --shape 30B-A3B --alone /dev/shm --scratch /dev/shm --phases memory control packed equal"
-    " --control 8 --tokens 1000 --settle 5 --flags '--gpu-memory-utilization 0.9 --kv-cache-memory-bytes 20G'"
+    " --control 10 --syncs 8 --tokens 600 --settle 5 --flags '--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 8G'"
 )
 ALONE = [
-    ("30B-A3B", f"{_MOE} --syncs 6 --out FOLDER/30B-A3B.json"),
-    ("30B-A3B-fp8", f"{_MOE} --syncs 8 --view fp8-block-ue8m0 --out FOLDER/30B-A3B-fp8.json"),
+    ("30B-A3B", f"{_MOE} --out FOLDER/30B-A3B.json"),
+    ("30B-A3B-fp8", f"{_MOE} --view fp8-block-ue8m0 --out FOLDER/30B-A3B-fp8.json"),
     ("portions", "portions.py --out FOLDER/portions.json"),
     ("startup", "startup.py --shape 0.6B --minutes 6.5 --out FOLDER/startup.json --log FOLDER/startup"),
 ]

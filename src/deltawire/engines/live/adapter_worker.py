@@ -79,6 +79,16 @@ class LoadingAdapter(threading.Thread, ABC):
                 rest = rest[done:]
         return made
 
+    @staticmethod
+    def reserve(size: int, count: int) -> None:
+        """Have torch keep so many buffers of pinned memory for `arranged`. The device stands still while memory is
+        pinned, which no later version is to cause."""
+        import torch
+
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        # torch keeps what is freed
+        del buffers
+
     def run(self) -> None:
         try:
             if self._device.type != "cpu":

@@ -24,7 +24,7 @@ from ..live import Answer, LoadingAdapter
 if TYPE_CHECKING:
     from ..live import Arrangement
 
-TURN_S = 0.0005
+TURN_S = 0.001
 """Seconds of copying to the device between two steps."""
 
 
@@ -97,6 +97,8 @@ class _VLLMLoading(LoadingAdapter):
             tagged = own.from_lora_tensors(**{**given, **changed})
             self._adapters._create_merged_loras_inplace(tagged)
             learned.see({name: tuple(tensors[name].shape) for name in names}, tagged, found, given["dtype"])
+            if learned.pinned:
+                self.reserve(learned.size, self._adapters.capacity)
         except Exception as error:
             # vLLM was not made for such tensors: whatever it is, what vLLM itself has read can be served
             learned.refused = f"vLLM arranges it in another way than can be learned: {type(error).__name__}: {error}"
@@ -155,6 +157,8 @@ class _Learned:
         """Whether a version was the same both ways."""
         self.pinned = False
         """Whether vLLM keeps it in pinned memory."""
+        self.size = 0
+        """Bytes of a version as it is arranged."""
         self.arrangement: Arrangement | None = None
         self._model: Any = None
         """What vLLM makes of an adapter, without tensors."""
@@ -192,7 +196,7 @@ class _Learned:
                 _each(number, of_tags.lora_b, layer.lora_b),
             )
         self.arrangement = Arrangement(_DTYPES[str(dtype)], parts)
-        starts, _ = self.arrangement.places([prod(shape) for shape in shapes])
+        starts, self.size = self.arrangement.places([prod(shape) for shape in shapes])
         self._views = [
             (shape, tuple(accumulate((1, *reversed(shape[1:])), mul))[::-1], start // dtype.itemsize)
             for shape, start in zip(shapes, starts, strict=True)
