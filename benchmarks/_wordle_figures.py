@@ -340,7 +340,12 @@ COMPARED: dict[str, Cell] = {
     ),
 }
 SLOW: dict[str, Cell] = {
+    "steps, seconds": _both(_of("steps", ".0f"), _of("seconds", ".0f")),
     "steps per hour": _of("steps_per_hour", ",.0f"),
+    "games solved in training, first and last 256": _both(
+        _of("solved_in_training_first", ".1%"), _of("solved_in_training_last", ".1%")
+    ),
+    "sent per step, share of full weights": _sent("bytes_per_step"),
     "versions, served": _both(_of("versions", ".0f"), _of("served", ".0f")),
     "from a step to the server: median, 90 %, longest": _spreads("sync_s", ".1f", " s"),
     "seconds of a step, of which it waited for samples": _both(_of("step_s", ".1f"), _of("rollout_wait_s", ".1f")),

@@ -74,8 +74,8 @@ TURNS = [
 PROGRAMS = [("held", "held.py --step 0.3 --publishes 5 --repeats 10 --only snapshot,adamw --out FOLDER")]
 """Measured when all servers have ended."""
 _MOE = (
-    "pause_server.py --shape 30B-A3B --alone /dev/shm --scratch /dev/shm --phases memory control packed equal"
-    " --control 10 --syncs 8 --tokens 600 --settle 5 --flags '--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 8G'"
+    "pause_server.py --shape 30B-A3B --alone /dev/shm --scratch /dev/shm --phases memory packed equal"
+    " --syncs 8 --tokens 600 --settle 5 --flags '--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 8G'"
 )
 ALONE = [
     ("30B-A3B", f"{_MOE} --out FOLDER/30B-A3B.json"),

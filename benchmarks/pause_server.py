@@ -23,7 +23,8 @@ Phases, one after the other, against one server:
                  memory: XOR on the checkpoint of the host, then its installer
 
 For each version the longest gap between two tokens of any stream is taken, from when it is published until a moment
-after it is served. The control phase is cut into windows of the same lengths. In milliseconds:
+after it is served. The control phase is cut into windows of the same lengths; with `--alone`, where one lasts seconds,
+each is followed by one of its length in which a version is published that nobody follows. In milliseconds:
     gap        longest gap of a window: p50, p99, max over all syncs; of the control run beside it
     excess     gap of the syncs less gap of the control run, at p99 and max
     step       median time between two tokens of a stream
@@ -415,6 +416,8 @@ def _move(tensor: Any, density: float, generator: Any) -> Any:
         found = scaled[:: max(1, bits.numel() >> 20)].sort().values
         where = (scaled <= found[round(density * (found.numel() - 1))]).nonzero().reshape(-1)
         signs = torch.randint(0, 2, where.shape, device=bits.device, generator=generator)
+        # a zero only away from zero: what lies before it is a NaN
+        signs |= bits[where] & 0x7FFF == 0
         bits[where] += (2 * signs - 1).to(torch.int16)
         moved.append(where + number * _AT_ONCE)
     return torch.cat(moved)
@@ -693,6 +696,8 @@ class _Phases:
     def run(self) -> None:
         if "memory" in self.options.phases:
             self.device = self._rpc("device_memory")[0]
+        # what an engine compiles for its first requests is no part of a phase
+        self._clients().stop()
         for _ in range(2 * len(_encodings(self.options))):
             self._sync()
         for phase in self.options.phases:
@@ -746,6 +751,7 @@ class _Phases:
 
     def _syncs(self, encoding: str) -> dict[str, Any]:
         reading, windows, served, timings, size = self._clients(), [], [], [], []
+        after: list[Window] = []
         if self.options.profile:
             self._rpc("note_staging", on=True)
         for _ in range(_count(self.options, encoding)):
@@ -753,10 +759,14 @@ class _Phases:
             made, status = self._sync()
             done = time.monotonic()
             time.sleep(AFTER_S)
-            windows.append((began, time.monotonic()))
+            windows.append((began, end := time.monotonic()))
             served.append(done - made["at"])
             timings.append(status["timings"])
             size.append(made["bytes"])
+            if self.options.alone:
+                self.versions.publish(self.other, 2)
+                time.sleep(end - began)
+                after.append((end, time.monotonic()))
             time.sleep(max(0.0, began + SLOT_S - time.monotonic()))
         noted = self._rpc("note_staging", on=False)[0] if self.options.profile else None
         gaps = Gaps(reading.stop())
@@ -768,9 +778,7 @@ class _Phases:
             "served_ms": _spread(served),
             **{f"{name}_ms": _spread([t[name] for t in timings if name in t]) for name in timings[-1]},
         }
-        if self.quiet is not None:
-            quiet, span = self.quiet
-            same = quiet.longest(_cut(span, [end - start for start, end in windows]))
+        if same := gaps.longest(after) if after else self._quiet_gaps(windows):
             ours = gaps.longest(windows)
             found["control_gap_ms"] = _spread(same)
             found["excess_gap_ms"] = {
@@ -778,6 +786,13 @@ class _Phases:
             }
         typical = windows[int(np.argsort(gaps.longest(windows))[len(windows) // 2])]
         return found | {"timeline": gaps.timeline(typical[0])}
+
+    def _quiet_gaps(self, windows: Sequence[Window]) -> list[float]:
+        """The longest gaps of the control phase in windows of these lengths."""
+        if self.quiet is None:
+            return []
+        gaps, span = self.quiet
+        return gaps.longest(_cut(span, [end - start for start, end in windows]))
 
     def _throughput(self) -> dict[str, Any]:
         """Slots without and with a sync, in the order A B B A: what drifts is the same for both. The error is that of
