@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,22 @@ def test_versions_that_are_about_equally_dense_are_cut_alike() -> None:
     }
     assert len(cuts) == 2
     assert max(map(len, cuts)) == 8
+
+
+def test_what_changes_little_is_not_cut_as_small_as_what_changes_much() -> None:
+    """In an fp8 run, embeddings in bf16 change thirty times as densely as codes."""
+    room = Room(64 << 20, 2)
+    tiles, dense = 1 << 12, 1 << 5
+    changes = np.full(tiles, 50)
+    changes[:dense] = 200_000
+    ends = np.append(0, np.cumsum(changes))
+    found = room.cut(ends)
+    edges = [0, *(last for _, last in found)]
+    assert found == list(pairwise(edges))
+    assert edges[-1] == tiles
+    assert all(ends[last] - ends[first] <= room.at_once for first, last in found)
+    # tiles of 200,000 changes in pairs, and all others in seven stretches
+    assert len(found) == dense // 2 + 7
 
 
 def test_an_untouched_stretch_is_no_portion() -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,16 +51,20 @@ class Room:
         """Bytes of the portions that stay on the device."""
 
     def cut(self, ends: npt.NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
-        """Cut tiles of which so many changes are in the first [n] into even stretches, as few as are small enough.
+        """Cut tiles of which so many changes are in the first [n] into stretches that are small enough.
 
-        Even, so that versions that are about equally dense have the same ones.
+        All of them, then halves of what is too large: few where few weights change, and versions that are about
+        equally dense have nearly the same ones.
         """
-        tiles, parts = ends.size - 1, 1
-        while True:
-            cuts = np.arange(parts + 1) * tiles // parts
-            if parts >= tiles or np.diff(ends[cuts]).max() <= self.at_once:
-                return [(a, b) for a, b in pairwise(cuts.tolist()) if ends[a] < ends[b]]
-            parts = min(2 * parts, tiles)
+        found, left = [], [(0, ends.size - 1)]
+        while left:
+            first, last = left.pop()
+            if ends[last] - ends[first] <= self.at_once or last - first == 1:
+                found += [(first, last)] if ends[first] < ends[last] else []
+            else:
+                middle = (first + last) // 2
+                left += [(middle, last), (first, middle)]
+        return found
 
 
 def room_beside(weights: int, given: float | None) -> int:

@@ -130,6 +130,8 @@ class Rank:
         self._schema = Schema.build(())
         self._shard: LiveShard | None = None
         """None where memory could not be mapped."""
+        self._storages: dict[int, str] = {}
+        """The memory that the pieces of the shard lie in, and of each a tensor that does: experts have thousands."""
         self._spare: tuple[Piece, ...] = ()
         """Weights of the run that no model computes with, beside the models."""
         self._groups: tuple[int, ...] = ()
@@ -199,6 +201,7 @@ class Rank:
                  time.perf_counter() - clock)  # fmt: skip
         try:
             self._shard = open_shard(pieces, ServerOptions.read().staging_memory)
+            self._storages = {storage(piece.view): piece.region.tensor.name for piece in pieces}
         except ValueError as error:
             problems.append(str(error))
         return {
@@ -425,9 +428,9 @@ class Rank:
         """Raise RuntimeError if the model's storage was replaced since it was traced: the map is invalid then."""
         live = {storage(t) for model in self._models for t in (*model.parameters(), *model.buffers())}
         live |= {storage(piece.view) for piece in self._spare}
-        for piece in self._weights.pieces:
-            if storage(piece.view) not in live:
-                raise RuntimeError(f"the memory of {piece.region.tensor.name!r} is no longer the model's")
+        for memory, name in self._storages.items():
+            if memory not in live:
+                raise RuntimeError(f"the memory of {name!r} is no longer the model's")
 
 
 class _Staged(NamedTuple):
