@@ -260,6 +260,10 @@ def serving(engine: type[S], model: Path | None, log: Path, **options: Any) -> I
     server = engine(model, log, **options)
     try:
         yield server.wait()
+    except BaseException:
+        # its log is gone with the machine
+        print(server.tail())
+        raise
     finally:
         server.stop()
 
