@@ -33,6 +33,10 @@ TILE_BITS = 16
 """Tiles are runs of 65,536 units of a piece, as `kernels.flat_plan` cuts them: positions in them take two bytes."""
 
 
+_AT_ONCE = 1 << 18
+"""Changes that a thread joins at a time, at least: a mixture of experts has tens of thousands of pieces."""
+
+
 class CutTiles(Exception):
     """Tiles of a context block lie across the edge of a piece, so no piece has all of their old weights."""
 
@@ -115,7 +119,10 @@ class DevicePieces:
         return found
 
     def join(
-        self, cut: Iterable[NumberedMoves], make: Callable[[Shapes], dict[str, Array]]
+        self,
+        cut: Iterable[NumberedMoves],
+        make: Callable[[Shapes], dict[str, Array]],
+        threads: int | None = None,
     ) -> tuple[list[tuple[int, int]], dict[str, Array]]:
         """All moves as arrays that `make` makes, those of each kind apart. Returns (kind, count) of each, and them."""
         by_kind: dict[int, dict[int, list[RegionMoves]]] = defaultdict(lambda: defaultdict(list))
@@ -129,18 +136,28 @@ class DevicePieces:
             shapes[f"values.{kind}"] = (f"<u{self._width}", (count,))
         made = make(shapes)
         for kind, found in by_kind.items():
-            self._fill(found, *(made[f"{name}.{kind}"] for name in ("starts", "positions", "values")))
+            starts, positions, values = (made[f"{name}.{kind}"] for name in ("starts", "positions", "values"))
+            self._fill(found, starts, positions, values, threads)
         return list(counts.items()), made
 
-    def _fill(self, found: Mapping[int, list[RegionMoves]], starts: Array, positions: Array, values: Array) -> None:
-        begin, work = 0, []
+    def _fill(
+        self,
+        found: Mapping[int, list[RegionMoves]],
+        starts: Array,
+        positions: Array,
+        values: Array,
+        threads: int | None,
+    ) -> None:
+        begin = 0
+        work: list[list[tuple[int, int]]] = [[]]
         for number in range(len(self._pieces)):
-            work.append((number, begin))
+            work[-1].append((number, begin))
             begin += sum(moves.positions.size for moves in found.get(number, ()))
+            if begin - work[-1][0][1] >= _AT_ONCE:
+                work.append([])
         starts[-1] = begin
 
-        def one(item: tuple[int, int]) -> None:
-            number, to = item
+        def one(number: int, to: int) -> None:
             first, last = self.first_tile[number : number + 2]
             edges, tile = np.arange(last - first, dtype=np.uint32) << np.uint32(TILE_BITS), 0
             for moves in _ascending(found.get(number, [])):
@@ -152,7 +169,11 @@ class DevicePieces:
                 positions[to:end], values[to:end], to = moves.positions, moves.values, end
             starts[first + tile : last] = to
 
-        for_each(one, work)
+        def some(numbers: list[tuple[int, int]]) -> None:
+            for number, to in numbers:
+                one(number, to)
+
+        for_each(some, work, threads)
 
 
 def _ascending(parts: list[RegionMoves]) -> list[RegionMoves]:

@@ -182,7 +182,7 @@ class _Process:
             return {"cut": True}
         parts = []
         for n, rank in enumerate(self._ranks):
-            parts.append(rank.join(moves[n], partial(arrays.create, Path(f"{out}.{n}.moves")))[0])
+            parts.append(rank.join(moves[n], partial(arrays.create, Path(f"{out}.{n}.moves")), _threads())[0])
             if self._tiles[n]:
                 arrays.write(Path(f"{out}.{n}.tiles"), make_sheet(self._tiles[n]))
         return {"parts": parts, "tiles": [sum(item.span.tiles for item in tiles) for tiles in self._tiles]}
