@@ -61,6 +61,7 @@ API = {
         "deltawire.engines.control",
         "deltawire.engines.names",
         "deltawire.engines.live.launch",
+        "deltawire.engines.live.ahead",
     ),
     "Runs": (
         "deltawire.Run",

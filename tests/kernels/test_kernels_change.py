@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deltawire import kernels
+from deltawire.core.codecs.context.classes import CLASSES
 from deltawire.kernels import Plan, flat_plan, grid, torch_ops
 
 TILES = [1 << 16, 1 << 10]
@@ -153,6 +154,11 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
         kernels.apply(old, changed, plan=models.cut_plan(old, 1 << 10))
     with pytest.raises(ValueError, match="the plan is for"):
         kernels.apply(old[:2], changed, plan=flat_plan(old))
+    mixed = [torch.zeros(8, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
+    plan, none = flat_plan(mixed), torch.zeros(0, dtype=torch.int32, device=device)
+    found, counts = kernels.rules(plan, [[0, 0, 0, 0, 252, 2]] * 2), torch.zeros((2, CLASSES), dtype=torch.int32)
+    with pytest.raises(ValueError, match="several widths"):
+        kernels.place(mixed, plan, found, counts.to(device), none, none)
 
 
 def test_no_tensors_at_all(ops: ModuleType) -> None:

@@ -126,6 +126,17 @@ def test_place_inverts_the_ranks_of_all_weights(ops: ModuleType, device: torch.d
     assert_placed(ops, Case(device, torch.bfloat16, False, 1.0))
 
 
+def test_large_tiles_without_levels_are_read_with_neutral_ones(ops: ModuleType, device: torch.device) -> None:
+    case = Case(device, torch.bfloat16, False)
+    # as where a tile has more units than two bytes count
+    case.plan.__dict__["position_dtype"] = torch.uint32
+    changed = torch_ops.detect(case.plan, case.old, case.new)
+    found = ops.class_ranks(case.plan, case.old, case.rules, changed)
+    assert models.equal(found, torch_ops.class_ranks(case.plan, case.old, case.rules, changed))
+    assert torch.equal(ops.class_counts(case.plan, case.old, case.rules), found.sizes)
+    assert_placed(ops, case)
+
+
 def assert_placed(ops: ModuleType, case: Case) -> None:
     changed = torch_ops.detect(case.plan, case.old, case.new)
     ranks: ClassRanks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)

@@ -126,7 +126,7 @@ def test_no_delta_makes_a_device_compile_after_a_rehearsal(monkeypatch: pytest.M
     tensors = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in zip(shapes, dtypes, strict=True)]
     rehearse((1, 2, 4), torch.device("cuda"))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["repr"]))
-    for classes, some in product(range(2, CLASSES + 1), ((0, 2), (0, 2, 3), (3,), (0, 3, 4))):
+    for classes, some in product(range(2, CLASSES + 1), ((0, 2), (3,), (4,))):
         for tiles, leveled in ((1, False), (7, True), (16, True), (17, False)):
             plan = Plan(tensors, [grid(n, 0, shapes[n][1], shapes[n], (min(tiles, shapes[n][0]), 1)) for n in some])
             levels = [(np.full(s.rows, 3, np.uint8), np.full(s.columns, 2, np.uint8)) for s in plan.segments]

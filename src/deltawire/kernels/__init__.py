@@ -184,8 +184,11 @@ def place(
 ) -> Changed:
     """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError.
 
-    `ranks` and `steps` may be overwritten: the change takes their memory.
+    `ranks` and `steps` may be overwritten: the change takes their memory. All units of the plan have one width: no
+    kernel is compiled for others.
     """
+    if np.unique(plan.unit).size > 1:
+        raise ValueError("the plan has units of several widths; place those of each width apart")
     if tuple(counts.shape) != (plan.tiles, CLASSES):
         raise ValueError(f"counts are {tuple(counts.shape)}, the plan needs {(plan.tiles, CLASSES)}")
     return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]

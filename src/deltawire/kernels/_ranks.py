@@ -122,9 +122,8 @@ def class_ranks_kernel(
 def place_kernel(
     tiles, count, addresses, geometry, table, levels, level_at, starts, counts, ranks, steps, positions, old, new, bad,
     packed, sums, chunks_at_most,
-    APART: tl.constexpr, LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    CLASSES: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     packed += tl.program_id(0).to(tl.int64) * chunks_at_most * WORDS
     sums += tl.program_id(0).to(tl.int64) * chunks_at_most * WIDE
@@ -168,7 +167,8 @@ def place_kernel(
             # positions may be where ranks are
             tl.debug_barrier()
             tl.store(positions + i, chunk, mask=here)
-            if APART:
+            if UNIT == 1:
+                # a byte has no room for a class and a place in a chunk
                 tl.store(old + i, left, mask=here)
                 tl.store(new + i, mine, mask=here)
             else:
@@ -182,7 +182,7 @@ def place_kernel(
             here = i < end
             chunk = tl.load(positions + i, mask=here, other=0).to(tl.int32)
             left = tl.load(old + i, mask=here, other=0).to(tl.int32)[:, None]
-            if APART:
+            if UNIT == 1:
                 mine = tl.load(new + i, mask=here, other=0).to(tl.int32)[:, None]
             else:
                 mine = left >> 8

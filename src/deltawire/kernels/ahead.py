@@ -24,7 +24,7 @@ from ..core import change, digest
 from ..core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
 from .host import on
 from .plan import _SIGNED, Launch, Plan, flat, grid
-from .results import CLASS_STEPS, Moves, Origins, rules
+from .results import CLASS_STEPS, Changed, Moves, Origins, rules
 
 _MAJOR, _MINOR = 75, 76
 """Attributes of a device, as cuda.h numbers them."""
@@ -37,20 +37,20 @@ def rehearse(units: Collection[int], device: torch.device) -> None:
     """Launch, for weights of so many bytes (1, 2, 4), all that can be launched to stage, write and prove versions."""
     name_all()
     with on(device):
+        for unit in sorted(units):
+            # one that is read wide, and one that cannot be
+            for shape in ((2, 128), _LARGE):
+                _rehearse_ranks([_zeros(unit, size, device) for size in (shape, (2, 127))])
+            _rehearse_full_weights([_zeros(unit, (1, columns), device) for columns in (128, 127)])
         for widest in sorted(units):
             widths = [unit for unit in sorted(units) if unit <= widest]
-            for shape in ((2, 128), _LARGE):
-                # one that is read wide, and one that cannot be
-                weights = [_zeros(unit, size, device) for unit in widths for size in (shape, (2, 127))]
-                _rehearse_deltas(weights)
             weights = [_zeros(unit, (1, columns), device) for unit in widths for columns in (128, 127)]
             _rehearse_moves(weights)
-            _rehearse_full_weights(weights[-2:])
             _rehearse_proof(weights)
 
 
-def _rehearse_deltas(weights: list[Tensor]) -> None:
-    """A delta of ranks: counted, placed, written, and its digest."""
+def _rehearse_ranks(weights: list[Tensor]) -> None:
+    """A delta of ranks, of weights of one width: counted, placed, written, and its digest."""
     from . import triton_ops as ops
 
     plan = Plan(weights, [grid(n, 0, w.shape[1], (w.shape[0], w.shape[1]), (1, 1)) for n, w in enumerate(weights)])
@@ -59,21 +59,18 @@ def _rehearse_deltas(weights: list[Tensor]) -> None:
     ]
     # not floats, all of class 1
     one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256]
-    for classes, (levels, aligned) in product(CLASS_STEPS, ((None, True), (neutral, True), (neutral, False))):
-        found = replace(rules(plan, [[*one, classes]] * len(plan.segments), levels), aligned=aligned)
+    for classes, levels in product(CLASS_STEPS, (None, neutral)):
+        found = rules(plan, [[*one, classes]] * len(plan.segments), levels)
         counts = torch.zeros_like(ops.class_counts(plan, weights, found))
         counts[0, 1] = 1
         rank, step = (torch.zeros(1, dtype=d, device=plan.device) for d in (plan.position_dtype, plan.value_dtype))
         changed = ops.place(plan, weights, found, counts, rank, step)
     # the old bits over themselves
-    changed = replace(changed, new=changed.old)
-    ops.prepare_apply(plan, weights, changed)()
-    table = torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1)
-    ops.digest_change(plan, changed, _keys(plan), Origins(table, 1))
+    _rehearse_change(plan, weights, replace(changed, new=changed.old))
 
 
 def _rehearse_moves(weights: list[Tensor]) -> None:
-    """A delta of moves: its old and new bits."""
+    """A delta of moves, of weights of several widths: its old and new bits, written, and its digest."""
     from . import triton_ops as ops
 
     plan = Plan(weights, flat(weights))
@@ -81,7 +78,17 @@ def _rehearse_moves(weights: list[Tensor]) -> None:
     starts[0] = 0
     kinds = torch.full((plan.tiles,), change.NEW_BITS, dtype=torch.int32, device=plan.device)
     first, same = (torch.zeros(1, dtype=d, device=plan.device) for d in (plan.position_dtype, plan.value_dtype))
-    ops.resolve(plan, weights, Moves(starts, first, same, kinds))
+    changed = ops.resolve(plan, weights, Moves(starts, first, same, kinds))
+    _rehearse_change(plan, weights, replace(changed, new=changed.old))
+
+
+def _rehearse_change(plan: Plan, weights: list[Tensor], changed: Changed) -> None:
+    """Write what changes, and its digest."""
+    from . import triton_ops as ops
+
+    ops.prepare_apply(plan, weights, changed)()
+    table = torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1)
+    ops.digest_change(plan, changed, _keys(plan), Origins(table, 1))
 
 
 def _rehearse_full_weights(weights: list[Tensor]) -> None:

@@ -111,9 +111,7 @@ class ClassRules:
     levels: Tensor
     """uint8: of all rows and columns, one segment after the other; empty where all are neutral."""
     level_at: Tensor
-    """int64 [tiles, 2]: where the levels of a tile's rows and of its columns begin."""
-    aligned: bool
-    """Whether all levels of columns begin where wide reads are allowed."""
+    """int64 [tiles, 2]: where the levels of a tile's rows begin, and those of its columns, which can be read wide."""
 
 
 Level = npt.NDArray[np.uint8] | None
@@ -138,7 +136,6 @@ def rules(
         int(numbers[:, 5].max(initial=1)),
         torch.from_numpy(joined).to(plan.device),
         torch.from_numpy(at).to(plan.device),
-        not (at[:, 1] % _ALIGNMENT).any(),
     )
 
 
@@ -150,12 +147,15 @@ def _join(plan: Plan, levels: Sequence[tuple[Level, Level]]) -> tuple[npt.NDArra
     for segment, (row, column) in zip(plan.segments, levels, strict=True):
         row = np.full(segment.rows, ROW_NEUTRAL, np.uint8) if row is None else row
         column = np.full(segment.columns, COLUMN_NEUTRAL, np.uint8) if column is None else column
-        # columns first, and padded behind: they begin where wide reads are allowed
-        padding = np.zeros(-(column.size + row.size) % _ALIGNMENT, np.uint8)
-        parts += [column, row, padding]
-        rows, columns = np.meshgrid(segment.row_cuts[:-1], segment.column_cuts[:-1], indexing="ij")
+        # padded behind the columns of each tile, and behind the rows: the levels of columns are read wide
+        widths = np.diff(segment.column_cuts)
+        places = np.cumsum([0, *(-(-widths // _ALIGNMENT) * _ALIGNMENT)])
+        spread = np.zeros(places[-1], np.uint8)
+        spread[np.arange(column.size) + np.repeat(places[:-1] - segment.column_cuts[:-1], widths)] = column
+        parts += [spread, row, np.zeros(-row.size % _ALIGNMENT, np.uint8)]
+        rows, columns = np.meshgrid(segment.row_cuts[:-1], places[:-1], indexing="ij")
         if segment.tiles:
-            at.append(np.stack([length + column.size + rows.reshape(-1), length + columns.reshape(-1)], axis=1))
+            at.append(np.stack([length + spread.size + rows.reshape(-1), length + columns.reshape(-1)], axis=1))
         length += sum(part.size for part in parts[-3:])
     return np.concatenate(parts), np.concatenate(at)
 

@@ -286,16 +286,21 @@ def _keys(plan: Plan, rules: ClassRules, first: int, segment: Segment, bits: Ten
     shift, mask, low, top, offset, classes = rules.table[first].tolist()
     exponent = widen(_rectangle(segment, bits)) >> shift & mask
     result = offset - exponent.clamp(low, top)
+    row_cuts, column_cuts = (torch.from_numpy(cuts).to(bits.device) for cuts in (segment.row_cuts, segment.column_cuts))
+    rows, columns = _between(row_cuts), _between(column_cuts)
+    across = len(column_cuts) - 1
     if rules.levels.numel():
-        row_at, column_at = rules.level_at[first].tolist()
+        row_at = int(rules.level_at[first, 0])
         row = rules.levels[row_at : row_at + segment.rows].to(torch.int64)[:, None]
-        column = rules.levels[column_at : column_at + segment.columns].to(torch.int64)[None, :]
+        # those of each tile begin elsewhere
+        moved = rules.level_at[first : first + across, 1] - column_cuts[:-1]
+        column_at = moved[columns] + torch.arange(segment.columns, device=bits.device)
+        column = rules.levels[column_at].to(torch.int64)[None, :]
         result = ((result + row + column) & 255).clamp(max=classes - 1)
         result = torch.where(row == 0, 0, result)
     else:
         result = ((result + ROW_NEUTRAL + COLUMN_NEUTRAL) & 255).clamp(max=classes - 1)
-    rows, columns = (_between(torch.from_numpy(c).to(bits.device)) for c in (segment.row_cuts, segment.column_cuts))
-    tile = rows[:, None] * (len(segment.column_cuts) - 1) + columns[None, :]
+    tile = rows[:, None] * across + columns[None, :]
     key = (tile * CLASSES + result).reshape(-1)
     return key, torch.sort(key, stable=True)[1]
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..core import digest as core_digest
-from ..core.codecs.context.classes import CLASSES
+from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from . import _adamw, _change, _classes, _digest, _ranks, _rows
 from .adamw import ChangeLog, Elements, StepInputs
 from .pace import in_turns
@@ -162,9 +162,9 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: ClassRules) -> Tensor
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old), 4):
-        leveled, words = _variant(plan, launch, rules)
+        leveled, words, levels, level_at = _variant(plan, launch, rules)
         _run(
-            _classes.class_counts_kernel, plan, launch, rules.table, rules.levels, rules.level_at, sizes,
+            _classes.class_counts_kernel, plan, launch, rules.table, levels, level_at, sizes,
             LEVELED=leveled, ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WIDE=_wide(words), **CLASS_COUNTS,
         )  # fmt: skip
     return sizes
@@ -195,13 +195,13 @@ def place(
     given, needed = (ranks.dtype, steps.dtype), (plan.position_dtype, plan.value_dtype)
     if given != needed:
         raise ValueError(f"ranks and steps are {given}, the plan needs {needed}")
-    # a byte has no room for a class and a place in a chunk
+    # the kernel needs the new bits of bytes for itself before it has read the steps
     apart = steps.dtype.itemsize == 1
     result = Changed(starts, ranks, torch.empty_like(steps), torch.empty_like(steps) if apart else steps)
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old) if total else (), 1):
         found = starts, counts, ranks, steps, result.positions, result.old, result.new, bad
-        _rank(_ranks.place_kernel, plan, launch, rules, *found, APART=apart, **PLACE)
+        _rank(_ranks.place_kernel, plan, launch, rules, *found, **PLACE)
     if int(bad):
         raise ValueError(f"{int(bad)} ranks lead past their class")
     return result
@@ -256,9 +256,9 @@ def _start(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 def _rank(kernel: Any, plan: Plan, launch: Launch, rules: ClassRules, *arguments: Any, **options: Any) -> None:
     """Programs that take the tiles of a launch in turn, and count within classes."""
-    leveled, words = _variant(plan, launch, rules)
+    leveled, words, levels, level_at = _variant(plan, launch, rules)
     programs, *scratch = _persistent(plan, launch, words)
-    given = launch.tiles, launch.count, *launch.addresses, plan.geometry, rules.table, rules.levels, rules.level_at
+    given = launch.tiles, launch.count, *launch.addresses, plan.geometry, rules.table, levels, level_at
     _start(
         kernel, programs, *given, *arguments, *scratch,
         LEVELED=leveled, UNIT=launch.unit, ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WORDS=words,
@@ -280,18 +280,28 @@ def _digest_table(plan: Plan) -> Tensor:
     return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
 
 
-def _variant(plan: Plan, launch: Launch, rules: ClassRules) -> tuple[int, int]:
-    """How a kernel that counts classes reads their levels (_classes.NO_LEVELS, LEVELS, ALIGNED_LEVELS), and how many
-    words of four classes it counts.
+def _variant(plan: Plan, launch: Launch, rules: ClassRules) -> tuple[int, int, Tensor, Tensor]:
+    """How a kernel that counts classes reads their levels (_classes.NO_LEVELS, LEVELS, ALIGNED_LEVELS), how many words
+    of four classes it counts, the levels and where they are.
 
     A kernel has to be compiled before the first launch that needs it, which may come with any delta. So what few deltas
-    have (levels that cannot be read wide, tiles that are not aligned or are large) has one kernel for all numbers of
-    classes, and levels are read wide only where weights are.
+    have (tiles that are not aligned or are large, units of four bytes) has one kernel, for levels and all classes.
     """
-    leveled = 0 if rules.levels.numel() == 0 else 1 + (rules.aligned and launch.aligned)
-    usual = launch.aligned and leveled != 1 and plan.position_dtype == torch.uint16
+    usual = launch.aligned and plan.position_dtype == torch.uint16 and launch.unit < 4
     classes = next(step for step in CLASS_STEPS if step >= rules.classes) if usual else CLASSES
-    return leveled, classes // 4
+    if rules.levels.numel():
+        return 1 + launch.aligned, classes // 4, rules.levels, rules.level_at
+    if usual:
+        return 0, classes // 4, rules.levels, rules.level_at
+    return 1 + launch.aligned, classes // 4, *plan.remember("neutral levels", lambda: _neutral(plan))
+
+
+def _neutral(plan: Plan) -> tuple[Tensor, Tensor]:
+    """Neutral levels that all tiles share, and where they are."""
+    rows, columns = int(plan.rows.max(initial=0)), int(plan.width.max(initial=0))
+    levels = np.repeat(np.array([COLUMN_NEUTRAL, ROW_NEUTRAL], np.uint8), [columns, rows])
+    level_at = torch.tensor([[columns, 0]], device=plan.device).repeat(plan.tiles, 1)
+    return torch.from_numpy(levels).to(plan.device), level_at
 
 
 def _wide(words: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels import torch_ops
 from ..kernels.host import on, wait
-from ..kernels.plan import Launch, Remember, flat, narrow, stretch, units, widen
+from ..kernels.plan import Launch, Remember, flat, narrow, stretch, unit_bytes, units, widen
 from .model import ModelWeights
 from .moves import ArrayInFile, CutTiles, DevicePieces, NumberedMoves
 from .portions import Patch, Portion, Room
@@ -76,6 +77,7 @@ class DeviceShard:
         self._plain = [piece if piece.places is None else replace(piece, view=next(shadows).view) for piece in pieces]
         """The pieces, with shadows in the place of those that a kernel keeps in another order."""
         self._views = [piece.view for piece in self._plain]
+        self._widths = np.array([unit_bytes(view) for view in self._views], np.int64)
         for piece in self._plain:
             if not piece.view.is_contiguous():
                 raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
@@ -160,14 +162,22 @@ class DeviceShard:
         of_tiles = _here(counts).sum(1, dtype=np.int64)
         tiles = np.append(0, np.cumsum(kernels.tiles_of(sheet)))
         ends = np.append(0, np.cumsum(of_tiles))[tiles]
-        for first, last in self._room.cut(ends):
+        for first, last in self._of_one_width(sheet, ends):
             plan, rules = kernels.read_sheet(kernels.part_of_sheet(sheet, first, last), self._views, self._sheets)
             here, changes = slice(int(tiles[first]), int(tiles[last])), slice(int(ends[first]), int(ends[last]))
-            # as wide as all tiles need, which may be wider than these do
+            # they were sent as wide as all tiles need
             dtypes = plan.position_dtype, plan.value_dtype
             ranks, steps = (_as(self._send(array[changes]), dtype) for array, dtype in zip(sent, dtypes, strict=True))
             changed = kernels.place(self._views, plan, rules, self._send(counts[here]), ranks, steps)
             patch.add(Portion(plan, slice(None), changed))
+
+    def _of_one_width(self, sheet: Mapping[str, Array], ends: Array) -> Iterator[tuple[int, int]]:
+        """Stretches of the segments of a sheet with units of one width, as files have them: sorted by their dtype."""
+        widths = self._widths[sheet["segments"][:, 0]]
+        edges = [0, *(np.flatnonzero(np.diff(widths)) + 1).tolist(), widths.size]
+        for begin, end in pairwise(edges):
+            for first, last in self._room.cut(ends[begin : end + 1] - ends[begin]):
+                yield begin + first, begin + last
 
     def _stretch(self, first: int, last: int) -> tuple[kernels.Plan, slice]:
         """The plan of some tiles of all, and the pieces that it is of."""
@@ -507,7 +517,10 @@ def _here(array: Array | ArrayInFile) -> Array:
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values if values.dtype == dtype else narrow(widen(values), dtype)
+    if values.dtype.itemsize < dtype.itemsize:
+        return narrow(widen(values), dtype)
+    # their low bytes, which come first
+    return units(values, dtype.itemsize)[:: values.dtype.itemsize // dtype.itemsize].contiguous().view(dtype)
 
 
 def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan, dtype: torch.dtype) -> kernels.Changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -49,6 +50,26 @@ def test_a_run_says_how_wide_its_weights_are(tmp_path: Path) -> None:
     with Publisher(tmp_path / "run") as publisher:
         publisher.publish(model(1)).result(60)
     assert ahead.units_of(str(tmp_path / "run")) == {min(array.itemsize, 4) for array in model(1).values()}
+
+
+def test_a_server_starts_one_such_process_and_its_own_processes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda line, **_: started.append(line[-1]))
+    # what is set here is taken back
+    monkeypatch.setenv(ahead.STARTED, "")
+    monkeypatch.delenv("DELTAWIRE_RUN", raising=False)
+    ahead.start_in_plugin()
+    monkeypatch.setenv("DELTAWIRE_RUN", "s3://runs/chat")
+    with monkeypatch.context() as in_worker:
+        in_worker.setattr(multiprocessing, "parent_process", lambda: "the server")
+        ahead.start_in_plugin()
+    assert started == []
+    ahead.start_in_plugin()
+    assert started == ["s3://runs/chat"]
+    # what vLLM starts as a program of its own, or `deltawire serve` becomes, has the same environment
+    ahead.start_in_plugin()
+    ahead.start("s3://runs/chat")
+    assert started == ["s3://runs/chat"]
 
 
 @pytest.mark.slow

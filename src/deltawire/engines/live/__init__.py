@@ -23,6 +23,7 @@ An engine with ranks, which adds a thin adapter to them: what its processes do f
     LoadingAdapter      in each worker: an adapter on its way into a rank
     Arrangement         the order, dtype and scale in which ranks copy an adapter's weights
     launch              `deltawire serve --engine …`: write a version to a folder, then start the engine
+    ahead               a process beside the engine that compiles what it will need
 
 vLLM and SGLang import nothing else of deltawire but its public names. The rooms behind these names:
 
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from ..fingerprint import fingerprint
     from ..follower import Follower
     from ..options import ServerOptions
-    from . import launch
+    from . import ahead, launch
     from .adapter_worker import LoadingAdapter
     from .adapters import Adapters, Loaded
     from .arrangement import Arrangement
@@ -88,6 +89,7 @@ __all__ = [
     "Record",
     "ServerOptions",
     "access",
+    "ahead",
     "common_problems",
     "control",
     "copy_of",
@@ -126,7 +128,13 @@ _HOMES = {
     "without_data": ".learn",
     "write_all": ".swap",
 }
-_MODULES = {"access": "..access", "control": "..control", "launch": ".launch", "names": "..names"}
+_MODULES = {
+    "access": "..access",
+    "ahead": ".ahead",
+    "control": "..control",
+    "launch": ".launch",
+    "names": "..names",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,13 +16,30 @@ import sys
 from collections.abc import Callable, Collection
 from functools import partial
 
+from ..options import ServerOptions
 from .supervise import end_with_parent
+
+__all__ = ["start", "start_in_plugin"]
+
+STARTED = "DELTAWIRE_AHEAD"
+"""Environment variable: set where that process was started, for the processes of the same server."""
 
 log = logging.getLogger("deltawire")
 
 
+def start_in_plugin() -> None:
+    """Start that process where an engine loads a plugin: in the first process of a server that is told to follow a
+    run."""
+    run = ServerOptions.read().run
+    if run and multiprocessing.parent_process() is None:
+        start(run)
+
+
 def start(run: str) -> None:
-    """Start that process. It ends with this one, or with what this one becomes."""
+    """Start that process, unless this server has one. It ends with this one, or with what this one becomes."""
+    if os.environ.get(STARTED):
+        return
+    os.environ[STARTED] = "1"
     subprocess.Popen(
         [sys.executable, "-m", __spec__.name if __spec__ else __name__, run],
         stdin=subprocess.DEVNULL,

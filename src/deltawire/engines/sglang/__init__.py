@@ -32,8 +32,11 @@ def register() -> None:
     not told to follow a run, are left as they are."""
     if not following():
         return
+    from ..live import ahead
+
     try:
         _hook()
+        ahead.start_in_plugin()
     except Exception as error:
         # SGLang only logs an exception here, and would serve the weights it started with forever
         raise SystemExit(f"deltawire: this SGLang cannot follow a run: {type(error).__name__}: {error}") from error

@@ -35,7 +35,10 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: called in every process of a server, perhaps more than once."""
     log_to_vllm()
     if named():
+        from ..live import ahead
+
         _make_folder()
+        ahead.start_in_plugin()
         _prepare_core()
     elif (found := _asked_to_follow()) and multiprocessing.parent_process() is None:
         log.warning("%s is set, but nothing here follows it: %s", found, NEXT_STEP)
