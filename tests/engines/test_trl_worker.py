@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -176,6 +177,21 @@ def check_that_the_run_ends_with(weights: Path, run: str) -> None:
     live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
     Replica(run, heartbeat=0).sync(live)
     assert all(torch.equal(live[name].view(torch.int16), final[name].view(torch.int16)) for name in live)
+
+
+def test_a_worker_that_was_killed_ends_the_trainer(python: Path) -> None:
+    """TRL itself finds out by its heartbeat after 300 s, and then waits for the process without end."""
+    script = str(TASK.with_name("worker_killed.py"))
+    done = subprocess.run([str(python), script], env=QUIET, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "TRL's rollout worker was killed by signal 9: start the trainer again"
+
+
+def test_a_worker_ends_with_its_trainer(python: Path) -> None:
+    script = str(TASK.with_name("trainer_killed.py"))
+    with subprocess.Popen([str(python), script], env=QUIET, stdout=subprocess.PIPE, text=True) as trainer:
+        worker = psutil.Process(int(trainer.stdout.readline()))  # type: ignore[union-attr]
+        trainer.kill()
+        worker.wait(timeout=10)
 
 
 def test_a_server_that_comes_back_is_asked_at_once(python: Path) -> None:

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import threading
 import time
 from contextvars import ContextVar
+from queue import Empty
 from typing import Any
 
 import aiohttp
@@ -45,6 +49,10 @@ class VersionedLoop(_AsyncRolloutLoop):
         """Name of the model at the server, once it is known."""
         self._asking = asyncio.Lock()
         self._gone_since: float | None = None
+
+    def run(self) -> None:
+        threading.Thread(target=_end_with_trainer, name="deltawire-trainer", daemon=True).start()
+        super().run()
 
     async def _served_name(self, name: str) -> str:
         """The trainer's name for the model if the server knows it, else the server's own."""
@@ -110,6 +118,14 @@ class VersionedLoop(_AsyncRolloutLoop):
         return await super()._score_group(group)
 
 
+def _end_with_trainer() -> None:
+    """End this process if the trainer was killed: it would go on asking servers for samples."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        trainer.join()
+        os._exit(1)
+
+
 class AdapterLoop(VersionedLoop):
     """Requests an adapter by its name, and never the base model in its place."""
 
@@ -120,8 +136,8 @@ class AdapterLoop(VersionedLoop):
 class TrueVersions:
     """The worker's queue, with versions of the run translated to the trainer's count."""
 
-    def __init__(self, queue: Any, syncs: Syncs) -> None:
-        self._queue, self._syncs = queue, syncs
+    def __init__(self, worker: AsyncRolloutWorker, syncs: Syncs) -> None:
+        self._worker, self._queue, self._syncs = worker, worker.rollout_buffer, syncs
 
     @classmethod
     def over(
@@ -156,12 +172,24 @@ class TrueVersions:
 
         if worker._loop_kwargs.get("lora_name") is None:
             worker.update_model_version = update
-        return cls(worker.rollout_buffer, syncs)
+        return cls(worker, syncs)
 
     def get(self, *args: Any, **options: Any) -> Any:
-        sample = self._queue.get(*args, **options)
+        try:
+            sample = self._queue.get(*args, **options)
+        except Empty:
+            self._check_process()
+            raise
         sample.model_version = self._syncs.sync_of(sample.model_version)
         return sample
+
+    def _check_process(self) -> None:
+        """Raise RuntimeError if the worker's process was killed, as by a system without memory."""
+        process = self._worker._process
+        if process is not None and (code := process.exitcode) is not None and code < 0:
+            # TRL's stop() would wait without end for the process to take note of an event
+            self._worker._process = None
+            raise RuntimeError(f"TRL's rollout worker was killed by signal {-code}: start the trainer again")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
