@@ -133,7 +133,8 @@ class ChildProcess:
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        with open(self.log_file, "a") as log:
+        # line by line: what it says on standard error stands where it belongs
+        with open(self.log_file, "a", buffering=1) as log:
             for line in process.stdout:
                 event = None
                 with suppress(ValueError):

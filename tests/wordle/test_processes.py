@@ -35,5 +35,13 @@ def test_a_process_that_does_not_start_says_why(tmp_path: Path) -> None:
         process.ready("ready")
 
 
+def test_what_a_process_said_last_is_last_in_its_log(tmp_path: Path) -> None:
+    code = "import sys, time; print('listening', flush=True); time.sleep(0.5); sys.exit('out of luck')"
+    process = child(tmp_path, code)
+    with pytest.raises(ServerUnavailable):
+        process.ready("ready")
+    assert process.last_log_line == "out of luck"
+
+
 def test_ports_differ() -> None:
     assert len({free_port() for _ in range(5)}) == 5
