@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 
 HERE = Path(__file__).parent
@@ -189,6 +190,8 @@ def train(folder: Path, sync: str, words: list[str]) -> None:
 
 def play(given: argparse.Namespace) -> dict[str, Any]:
     """Games at temperature 1, all at once, played by TRL's own loop as in training."""
+    # of TRL's log, where a request fails
+    PartialState()
     tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     ends = GenerationConfig.from_pretrained(given.model).eos_token_id

@@ -28,6 +28,10 @@ class Lines:
     def __init__(self, file: Path) -> None:
         self._file, self._read = file, 0
         self.all: list[dict[str, Any]] = []
+        if file.exists() and not file.read_bytes().endswith(b"\n"):
+            # cut off; what is added must not become a part of it
+            with open(file, "ab") as out:
+                out.write(b"\n")
 
     def more(self) -> list[dict[str, Any]]:
         """Those that are new."""
@@ -42,6 +46,7 @@ class Lines:
             # a process that was killed may have left half of one
             with suppress(ValueError):
                 found.append(json.loads(line))
+        found = [line for line in found if isinstance(line, dict)]
         self.all += found
         return found
 
@@ -231,14 +236,17 @@ Cell = Callable[[dict[str, Any]], str]
 
 def tables(found: dict[str, Any]) -> list[str]:
     """The tables of docs/wordle-gpu.md, in Markdown."""
-    names = [name for name in ARMS if name in found]
-    result = [_table(["", *(ARMS[name] for name in names)], [found[name]["seeds"][0] for name in names], COMPARED)]
-    for mbit, of in found.get("slow", {}).items():
-        head = [f"{mbit} Mbit/s", "deltas", "full weights"]
-        result.append(_table(head, [of[name]["seeds"][0] for name in ("deltas", "full")], SLOW))
+    result = []
+    slow = [(f"{mbit} Mbit/s", of, SLOW) for mbit, of in found.get("slow", {}).items()]
+    for title, of, rows in [("", found, COMPARED), *slow]:
+        if names := [name for name in ARMS if name in of]:
+            head = [title, *(ARMS[name] for name in names)]
+            result.append(_table(head, [of[name]["seeds"][0] for name in names], rows))
     if rates := sorted(found.get("rates", {}).items(), key=lambda one: float(one[0])):
-        head = ["learning rate", *(rate for rate, _ in rates), f"{found['training']['learning_rate']}, the curves"]
-        result.append(_table(head, [of["seeds"][0] for _, of in [*rates, ("", found["deltas"])]], RATES))
+        if "deltas" in found:
+            rates.append((f"{found['training']['learning_rate']}, the curves", found["deltas"]))
+        head = ["learning rate", *(rate for rate, _ in rates)]
+        result.append(_table(head, [of["seeds"][0] for _, of in rates], RATES))
     for checked in found.get("labels", {}).values():
         away = sorted((int(name), value) for name, value in checked["mean_difference"].items())
         head = ["versions from that of the label", *(f"{name:+d}" if name else "0" for name, _ in away)]
@@ -265,18 +273,19 @@ def draw(found: dict[str, Any]) -> str:
 
 def _beside(found: dict[str, Any]) -> str:
     """What was published of delta weight sync for TRL with Qwen3-0.6B, and this run; payloads scaled by weights."""
-    curves = found["deltas"]["seeds"][0]
     arms = {f"{float(rate):g}": of["seeds"][0] for rate, of in found.get("rates", {}).items()}
-    arms[f"{float(found['training']['learning_rate']):g}"] = curves
+    if "deltas" in found:
+        arms[f"{float(found['training']['learning_rate']):g}"] = found["deltas"]["seeds"][0]
     lines = [["", "published", "this run", "scaled to 0.6B weights"], ["---"] * 4]
     for rate, arm in sorted(arms.items(), key=lambda one: float(one[0])):
         if sent := _delta_bytes(arm):
             share = sent / arm["full_bytes"]
-            published = "20 to 35 MB, 1.7 to 2.9 %" if len(lines) == 2 else "–"
+            published = "20 to 35 MB, 1.7 to 2.9 %" if rate == "1e-06" else "–"
             here = f"{sent / 1e6:.2f} MB, {share:.2%}"
             lines.append([f"a delta, learning rate {rate}", published, here, f"{share * QWEN3_BYTES / 1e6:.1f} MB"])
-    lines.append(["from a step to the server", "9.4 to 12 s", f"{curves['sync_s']['median']:.2f} s", "–"])
-    lines.append(["pause of the server", "1.1 s", f"{curves['pause_ms']['median']:.1f} ms", "–"])
+    if "deltas" in found and (curves := found["deltas"]["seeds"][0])["sync_s"]:
+        lines.append(["from a step to the server", "9.4 to 12 s", f"{curves['sync_s']['median']:.2f} s", "–"])
+        lines.append(["pause of the server", "1.1 s", f"{curves['pause_ms']['median']:.1f} ms", "–"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

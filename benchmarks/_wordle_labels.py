@@ -15,6 +15,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,10 +34,9 @@ def lines(file: Path) -> Iterator[dict[str, Any]]:
     if file.exists():
         for line in file.read_bytes().splitlines():
             # the last line of a process that was killed may be cut off
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                if isinstance(found := json.loads(line), dict):
+                    yield found
 
 
 def versions_of(completion: dict[str, Any]) -> list[int]:

@@ -26,6 +26,7 @@ FOLDER as they come, and in the file of --out every ten seconds.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import resource
@@ -34,11 +35,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,11 +50,12 @@ from _report import about, print_about
 from _wordle_figures import SOLVED, WINDOW, Notes, draw, figures, of_seeds, show, tables
 from deltawire.cli.ui import ended_by_sigterm
 from deltawire.errors import DeltawireError, ObjectNotFound
-from deltawire_wordle.processes import ChildProcess, free_port, uninterrupted
+from deltawire_wordle.processes import ChildProcess, die_with_parent, free_port, plain_errors, uninterrupted
 from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+_with_us = die_with_parent if sys.platform == "linux" else None
 RESULTS = HERE / "results" / "wordle-gpu.json"
 SAY_S = 5.0
 SAVE_S = 10.0
@@ -313,6 +314,10 @@ class Supervisor:
         process.start()
 
 
+class TooLate(SystemExit):
+    """What was waited for did not come."""
+
+
 def wait_for(what: str, true: Any, supervisor: Supervisor, seconds: float = PATIENCE_S) -> None:
     """Until it is; says every ten seconds what for."""
     began = said = time.monotonic()
@@ -320,7 +325,7 @@ def wait_for(what: str, true: Any, supervisor: Supervisor, seconds: float = PATI
         supervisor.look()
         now = time.monotonic()
         if now - began > seconds:
-            raise SystemExit(f"{what}: {missing} after {seconds:.0f} s; the logs are beside its figures")
+            raise TooLate(f"{what}: {missing} after {seconds:.0f} s; the logs are beside its figures")
         if now - said > 10:
             print(f"{now - began:5.0f} s  {what}: {missing}", flush=True)
             said = now
@@ -351,30 +356,42 @@ def behind(arms: Sequence[Arm]) -> str:
     late = []
     for arm in arms:
         arm.look()
-        newest = dw.Run.open(arm.run_in_bucket).newest()
+        try:
+            newest = dw.Run.open(arm.run_in_bucket).newest()
+        except DeltawireError as error:
+            late.append(f"{arm.case.name} ({error})")
+            continue
         if arm.status.get("version") != newest:
             late.append(f"{arm.case.name} ({arm.status.get('version')} of {newest})")
     return ", ".join(late)
 
 
 def evaluate(arms: Sequence[Arm], when: str, supervisor: Supervisor) -> None:
-    """All servers at once."""
+    """All servers at once. Games that broke off are played once more."""
     for arm in arms:
         arm.play(when)
-    left, until = [*arms], time.monotonic() + PATIENCE_S
+    left, again, until = [*arms], set[Arm](), time.monotonic() + PATIENCE_S
     while left and time.monotonic() < until:
         supervisor.look()
         for arm in [*left]:
-            if (found := arm.played(when)) is not None:
-                left.remove(arm)
-                if not found:
-                    print(f"{arm.case.name}: no games, {arm.games_to_play[when].last_log_line}", flush=True)
-                    continue
+            if (found := arm.played(when)) is None:
+                continue
+            if not found:
+                print(f"{arm.case.name}: no games, {arm.games_to_play[when].last_log_line}", flush=True)
+            if not found and arm not in again:
+                again.add(arm)
+                arm.prepare_games(when)
+                arm.play(when)
+                continue
+            left.remove(arm)
+            if found:
                 del found["at"]
                 arm.note("played", **found)
                 print(f"{arm.case.name}, {when}: {found['solved']:.1%} of {found['games']} games solved "
                       f"with version {found['versions']}, in {found['seconds']:.0f} s", flush=True)  # fmt: skip
         time.sleep(0.1)
+    for arm in left:
+        print(f"{arm.case.name}: no games, they did not end within {PATIENCE_S:.0f} s", flush=True)
     for arm in arms:
         arm.games_to_play.pop(when).kill()
 
@@ -417,6 +434,7 @@ def train(arms: Sequence[Arm], supervisor: Supervisor, minutes: float, save: Any
         if arm in played and arm.trainer.running:
             print(f"{arm.case.name}: the trainer did not end in time", flush=True)
         arm.trainer.kill()
+        arm.processes.remove(arm.trainer)
 
 
 def progress(arm: Arm) -> str:
@@ -439,6 +457,9 @@ def story(given: argparse.Namespace, facts: dict[str, Any], arms: dict[Case, Not
     }  # fmt: skip
     by_place: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for case, notes in arms.items():
+        if not notes.of("began"):
+            # of a call that ended before its training: a seed without steps would be a part of the means
+            continue
         found = {"seed": case.seed, **figures(notes)}
         place = (case.sync,) if case.plain else ("slow", f"{case.mbit:g}", case.sync) if case.mbit else (
             "rates", f"{case.rate:g}")  # fmt: skip
@@ -504,6 +525,10 @@ def check(given: argparse.Namespace) -> dict[str, str]:
 
 def make_start(given: argparse.Namespace) -> None:
     if (given.model / "config.json").exists():
+        if given.base and (record := given.model / "start.json").exists():
+            before = json.loads(record.read_text())["options"]["model"]
+            if Path(before).name != Path(given.base).name:
+                raise SystemExit(f"{given.model} was made of {before}, and not of {given.base}: name another folder")
         return
     print(f"making the model to start from, in {given.model} (once)", flush=True)
     part = given.model.with_suffix(".part")
@@ -511,7 +536,12 @@ def make_start(given: argparse.Namespace) -> None:
     words = [given.trainer_python, str(ROOT / "examples" / "wordle_start.py"), str(part), "--model", given.base,
              "--words", str(GAME["words"]), "--guesses", str(GAME["guesses"]), "--seed", "0", "--device",
              given.device]  # fmt: skip
-    if subprocess.run(words, env=_environment()).returncode:
+    environment = _environment()
+    if given.device == "cpu":
+        # a step with as many games as on a GPU takes seconds, and threads that wait for each other take more
+        words += ["--batch", "16", "--games", "64"]
+        environment["OMP_NUM_THREADS"] = "1"
+    if subprocess.run(words, env=environment, preexec_fn=_with_us).returncode:
         raise SystemExit("the model to start from could not be made; see above")
     part.rename(given.model)
 
@@ -521,7 +551,9 @@ def check_labels(arm: Arm, given: argparse.Namespace, bucket: SeaweedFS) -> None
              "--device", given.device, "--count", str(given.labels)]  # fmt: skip
     variables = {**_environment(), **bucket.environment}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, preexec_fn=_with_us
+        )
     except subprocess.TimeoutExpired:
         print(f"labels were not checked within {PATIENCE_S:.0f} s", flush=True)
         return
@@ -557,15 +589,22 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer-python", help="Python with TRL; this one, or on a CPU one that is made for it")
     parser.add_argument("--server-python", help="Python with vLLM; this one")
     parser.add_argument("--out", type=Path, help=f"figures as JSON ({RESULTS.relative_to(ROOT)}; on a CPU in FOLDER)")
+    parser.add_argument("--tables", type=Path, metavar="RESULT.json", help="print the tables of a result, and no more")
     given, passed = parser.parse_known_args(words)
+    if given.tables:
+        if not given.tables.is_file():
+            parser.error(f"no such file: {given.tables}")
+        return given
     given.folder = given.folder.absolute()
     given.device = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     on_cpu = given.device == "cpu"
     given.engine = given.engine or ("builtin" if on_cpu else "vllm")
-    given.base = given.base or ("tiny" if on_cpu else None)
+    given.base = None if given.model else given.base or ("tiny" if on_cpu else None)
     given.minutes = given.minutes or (1.0 if on_cpu else 5.0)
     given.games = given.games or (32 if on_cpu else 512)
     given.out = given.out or (given.folder / "wordle-gpu.json" if on_cpu else RESULTS)
+    if given.model and not (given.model / "config.json").exists():
+        parser.error(f"there is no checkpoint in {given.model}")
     given.model = (given.model or given.folder / "start").absolute()
     if not given.base and not (given.model / "config.json").exists():
         parser.error("name the checkpoint to begin with: --base models/smollm2 (examples/models/smollm2.py makes it)")
@@ -574,10 +613,29 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     given.server_python = given.server_python or sys.executable
     given.trainer_python = given.trainer_python or _with_trl(on_cpu)
     # what is given wins over what is ours
-    for name, value in pairwise([*passed, "--"]):
-        if name.startswith("--"):
-            given.training[name[2:].replace("-", "_")] = "True" if value.startswith("--") else value
+    try:
+        given.training |= trainers(passed)
+    except ValueError as error:
+        parser.error(str(error))
     return given
+
+
+def trainers(words: Sequence[str]) -> dict[str, str]:
+    """Options of the trainer: --name value, --name=value, or --name alone."""
+    found: dict[str, str] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value or "True"
+            if value:
+                name = None
+        elif name is None:
+            raise ValueError(f"no option has the value {word!r}")
+        else:
+            found[name], name = word, None
+    return found
 
 
 def plain(words: Sequence[str]) -> list[str]:
@@ -595,21 +653,43 @@ def _with_trl(on_cpu: bool) -> str:
     sys.path.insert(0, str(ROOT / "tests"))
     import environments
 
-    return str(environments.trl("trl,rl"))
+    if not [*environments.CACHE.glob("trl-rl-*/ready")]:
+        print("setting up an environment with TRL (once; a few minutes)", flush=True)
+    try:
+        return str(environments.trl("trl,rl"))
+    except subprocess.CalledProcessError as error:
+        raise SystemExit("TRL could not be installed, see above; or name a Python with --trainer-python") from error
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--tables"]:
-        result = Path(sys.argv[2])
-        print("\n\n".join(tables(found := json.loads(result.read_text()))))
-        result.with_suffix(".svg").write_text(draw(found))
-        return
     given = options()
+    if given.tables:
+        print("\n\n".join(tables(found := json.loads(given.tables.read_text()))))
+        given.tables.with_suffix(".svg").write_text(draw(found))
+        return
     # a game has a connection to the environment and one to the server; what is started here inherits the limit
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (65536 if most == resource.RLIM_INFINITY else min(most, 65536), most))
     facts = {**about(), "command": shlex.join(["python", "benchmarks/wordle_gpu.py", *plain(sys.argv[1:])])}
     given.folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(given.folder), ended_by_sigterm():
+        measure(given, facts)
+    show(json.loads(given.out.read_text()))
+    print(f"wrote {given.out}")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Two calls would continue the same runs, and write into the same files."""
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another call is at work in {folder}") from None
+        yield
+
+
+def measure(given: argparse.Namespace, facts: dict[str, Any]) -> None:
     facts["versions"] |= (found := check(given))
     print_about(facts)
     facts["machine"] = ", ".join([*filter(None, [found.get("gpu")]), facts["machine"]])
@@ -619,7 +699,7 @@ def main() -> None:
         cases += [Case(sync, given.seeds[0], mbit=given.slow) for sync in ("deltas", "full")]
     cases += [Case("deltas", given.seeds[0], rate=rate) for rate in given.rates]
     volumes = {"master.volumeSizeLimitMB": "1024", "master.vacuumIntervalSeconds": "20"}
-    with ended_by_sigterm(), ExitStack() as stack:
+    with ExitStack() as stack:
         bucket = stack.enter_context(SeaweedFS(given.folder / "s3", options=volumes))
         arms = [Arm(case, given, bucket) for case in cases]
         left = [parse_case(path.name) for path in sorted(given.folder.iterdir()) if path.is_dir()]
@@ -645,13 +725,13 @@ def main() -> None:
         if fresh:
             evaluate(fresh, "before", supervisor)
         train(arms, supervisor, given.minutes, save, measured)
-        with suppress(SystemExit):
-            wait_for("servers to be at the newest version", partial(behind, measured), Supervisor([], bucket), 120)
+        with suppress(TooLate):
+            wait_for("servers to be at the newest version", partial(behind, measured), supervisor, 120)
         for arm in arms:
             with suppress(DeltawireError):
                 arm.read_run()
         save()
-        evaluate(measured, "after", Supervisor([], bucket))
+        evaluate(measured, "after", supervisor)
         save()
         _stop(running)
         for arm in measured:
@@ -661,8 +741,6 @@ def main() -> None:
                 words = [sys.executable, "-m", "deltawire.cli", "dash", arm.run, "--out", str(page)]
                 subprocess.run(words, env={**_environment(), **bucket.environment}, stdout=subprocess.DEVNULL)
                 print(f"the page of the run: {page}", flush=True)
-    show(json.loads(given.out.read_text()))
-    print(f"wrote {given.out}")
 
 
 def _write(file: Path, value: Any) -> None:
@@ -678,4 +756,5 @@ def _stop(processes: Sequence[ChildProcess]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

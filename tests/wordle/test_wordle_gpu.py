@@ -57,6 +57,15 @@ def test_half_a_line_is_left_for_later(gpu: Any, tmp_path: Path) -> None:
     assert len(lines.all) == 3
 
 
+def test_a_line_after_one_that_was_cut_off_is_whole(gpu: Any, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_bytes(b'{"a": 1}\n7\nnull\n{"a": ')
+    lines = importlib.import_module("_wordle_figures").Lines(file)
+    assert lines.more() == [{"a": 1}]
+    lines.add(a=2)
+    assert lines.all == [{"a": 1}, {"a": 2}]
+
+
 def test_figures_of_two_calls_one_of_which_was_cut_off(gpu: Any, tmp_path: Path) -> None:
     folder = tmp_path / "deltas-0"
     folder.mkdir()
@@ -114,6 +123,16 @@ def test_figures_of_two_calls_one_of_which_was_cut_off(gpu: Any, tmp_path: Path)
     assert len(both["seeds"]) == 2
 
 
+def test_a_call_that_ended_before_its_training_is_no_part_of_the_means(gpu: Any, tmp_path: Path) -> None:
+    notes = {gpu.Case("deltas", seed): gpu.Notes(tmp_path / f"deltas-{seed}") for seed in (0, 1)}
+    notes[gpu.Case("deltas", 0)].note("began", until=0)
+    notes[gpu.Case("deltas", 0)].steps.add(at=time.time(), step=16)
+    notes[gpu.Case("deltas", 1)].note("restart", what="trainer")
+    given = Namespace(device="cpu", engine="builtin", model=tmp_path, training={}, folder=tmp_path)
+    found = gpu.story(given, {}, notes)["deltas"]
+    assert (found["steps"], len(found["seeds"])) == (16, 1)
+
+
 def test_it_says_what_is_missing(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Namespace(trainer_python=sys.executable, server_python=sys.executable, engine="vllm", device="cuda")
     monkeypatch.setattr(gpu.shutil, "which", lambda *_, **__: None)
@@ -126,6 +145,99 @@ def test_it_says_what_is_missing(gpu: Any, tmp_path: Path, monkeypatch: pytest.M
     given.trainer_python = str(tmp_path / "python")
     with pytest.raises(SystemExit, match="the trainer's Python"):
         gpu.check(given)
+
+
+def test_options_of_the_trainer(gpu: Any) -> None:
+    """Written in each way that it takes them; a word that belongs to none is an error, not lost."""
+    words = ["--learning-rate=1e-5", "--save-steps", "-1", "--bf16", "--report-to", "none"]
+    found = {"learning_rate": "1e-5", "save_steps": "-1", "bf16": "True", "report_to": "none"}
+    assert gpu.trainers(words) == found
+    for words in (["other"], ["--save-steps", "2", "3"], ["--bf16=True", "False"]):
+        with pytest.raises(ValueError, match="no option has the value"):
+            gpu.trainers(words)
+
+
+def test_the_tables_of_a_result(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """Wherever the option stands: `make` puts others before it."""
+    result = tmp_path / "wordle-gpu.json"
+    command = ["wordle_gpu.py", "--device", "cpu", "--tables", str(result)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert f"no such file: {result}" in capsys.readouterr().err
+    result.write_bytes(gpu.RESULTS.read_bytes())
+    gpu.main()
+    assert "| games solved before, after |" in capsys.readouterr().out
+    assert result.with_suffix(".svg").exists()
+    # of a call with --arms --rates
+    found = json.loads(result.read_text())
+    for arm in ("deltas", "full", "none", "slow"):
+        del found[arm]
+    result.write_text(json.dumps(found))
+    gpu.main()
+    printed = capsys.readouterr().out
+    assert "| learning rate | 1e-06 | 3e-06 |\n" in printed
+    assert "| a delta, learning rate 1e-06 | 20 to 35 MB, 1.7 to 2.9 % |" in printed
+
+
+def test_a_folder_whose_start_was_made_of_another_model(gpu: Any, tmp_path: Path) -> None:
+    """As after DEVICE=cpu, which has the same folder by default."""
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "config.json").touch()
+    (start / "start.json").write_text(json.dumps({"options": {"model": "tiny"}}))
+    with pytest.raises(SystemExit, match="was made of tiny, and not of models/smollm2: name another folder"):
+        gpu.make_start(Namespace(model=start, base="models/smollm2"))
+    for base in ("tiny", None):
+        gpu.make_start(Namespace(model=start, base=base))
+
+
+def test_one_call_at_a_time_in_a_folder(gpu: Any, tmp_path: Path) -> None:
+    with gpu.alone_in(tmp_path), pytest.raises(SystemExit, match="another call is at work in"), gpu.alone_in(tmp_path):
+        pass
+    with gpu.alone_in(tmp_path):
+        pass
+
+
+def test_sigterm_ends_it_while_it_waits(gpu: Any) -> None:
+    """A wait that is given up is no reason to go on after a signal."""
+    nothing = Namespace(look=lambda: None)
+    with pytest.raises(gpu.TooLate, match="servers: all of them after 0 s"):
+        gpu.wait_for("servers", lambda: "all of them", nothing, 0)
+    with pytest.raises(SystemExit) as ended, gpu.ended_by_sigterm(), gpu.suppress(gpu.TooLate):
+        gpu.wait_for("servers", lambda: os.kill(os.getpid(), signal.SIGTERM) or "all", nothing)
+    assert ended.value.code == 0
+
+
+def test_a_bucket_that_is_gone_is_waited_for(gpu: Any, tmp_path: Path) -> None:
+    arm = Namespace(look=lambda: None, case=gpu.Case("deltas", 0), run_in_bucket=str(tmp_path / "nothing"), status={})
+    assert gpu.behind([arm]).startswith("deltas-0 (")
+
+
+def test_games_that_broke_off_are_played_once_more(gpu: Any, capsys: Any) -> None:
+    outcome = {"at": 1, "solved": 0.5, "games": 8, "versions": [3], "seconds": 1}
+
+    class Evaluated:
+        def __init__(self, name: str, *outcomes: Any) -> None:
+            self.case, self.outcomes, self.noted = Namespace(name=name), [*outcomes], list[Any]()
+            self.games_to_play = {"after": Namespace(last_log_line="killed", kill=lambda: None)}
+
+        def play(self, when: str) -> None:
+            pass
+
+        prepare_games = play
+
+        def played(self, when: str) -> Any:
+            return self.outcomes.pop(0)
+
+        def note(self, event: str, **found: Any) -> None:
+            self.noted.append(found)
+
+    once, never = Evaluated("once", None, {}, None, dict(outcome)), Evaluated("never", {}, {})
+    gpu.evaluate([once, never], "after", Namespace(look=lambda: None))
+    assert [found["solved"] for found in once.noted] == [0.5]
+    assert never.noted == []
+    assert capsys.readouterr().out.count("no games, killed") == 3
 
 
 def test_a_line_carries_what_it_is_given_both_ways() -> None:
@@ -257,6 +369,12 @@ def test_every_process_may_die(driver: Callable[..., Driver], options: list[str]
     running = driver("--arms", "deltas", "--minutes", "12", *options)
     # a server that starts late: what was there has to be started again
     running.child("cli serve").kill()
+    running.steps(3)
+    # of the trainer's two: its rollout worker
+    (worker,) = (
+        child for child in running.child("_wordle_arm.py train").children() if "spawn_main" in " ".join(child.cmdline())
+    )
+    worker.kill()
     running.steps(3)
     # captured and not committed: the bucket does not answer while the trainer ends
     bucket = running.child("mini -dir=")
