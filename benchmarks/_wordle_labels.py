@@ -11,11 +11,8 @@ named version is the arithmetic: vLLM computes in bf16 with its own kernels, thi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,19 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import deltawire as dw
+from _wordle_figures import Lines
 from deltawire_wordle.processes import say
 
 AWAY = (-16, -4, -2, -1, 0, 1, 2, 4, 16)
 AT_ONCE = 16
-
-
-def lines(file: Path) -> Iterator[dict[str, Any]]:
-    if file.exists():
-        for line in file.read_bytes().splitlines():
-            # the last line of a process that was killed may be cut off
-            with suppress(ValueError):
-                if isinstance(found := json.loads(line), dict):
-                    yield found
 
 
 def versions_of(completion: dict[str, Any]) -> list[int]:
@@ -46,17 +35,17 @@ def versions_of(completion: dict[str, Any]) -> list[int]:
 def labels(folder: Path) -> dict[str, int]:
     """Whether the label of a group is the oldest version that had a part in any of its games."""
     oldest: dict[tuple[int, int], int] = {}
-    for found in lines(folder / "completions.jsonl"):
+    for found in Lines(folder / "completions.jsonl").more():
         key = found["worker"], found["group"]
         oldest[key] = min([*versions_of(found), oldest.get(key, 1 << 30)])
-    groups = {(line["worker"], line["group"]): line["label"] for line in lines(folder / "groups.jsonl")}
+    groups = {(line["worker"], line["group"]): line["label"] for line in Lines(folder / "groups.jsonl").more()}
     return {"groups": len(groups), "wrong": sum(oldest.get(key) != label for key, label in groups.items())}
 
 
 def chosen(folder: Path, count: int, versions: int) -> dict[int, list[dict[str, Any]]]:
     """By version: completions of so many versions, spread over the run."""
     by_version = defaultdict(list)
-    for found in lines(folder / "completions.jsonl"):
+    for found in Lines(folder / "completions.jsonl").more():
         if len({*versions_of(found)}) == 1 and found["tokens"]:
             by_version[versions_of(found)[0]].append(found)
     wanted = sorted(by_version)

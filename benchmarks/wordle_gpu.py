@@ -50,12 +50,11 @@ from _report import about, print_about
 from _wordle_figures import SOLVED, WINDOW, Notes, draw, figures, of_seeds, show, tables
 from deltawire.cli.ui import ended_by_sigterm
 from deltawire.errors import DeltawireError, ObjectNotFound
-from deltawire_wordle.processes import ChildProcess, die_with_parent, free_port, plain_errors, uninterrupted
+from deltawire_wordle.processes import WITH_PARENT, ChildProcess, free_port, plain_errors, uninterrupted
 from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-_with_us = die_with_parent if sys.platform == "linux" else None
 RESULTS = HERE / "results" / "wordle-gpu.json"
 SAY_S = 5.0
 SAVE_S = 10.0
@@ -541,7 +540,7 @@ def make_start(given: argparse.Namespace) -> None:
         # a step with as many games as on a GPU takes seconds, and threads that wait for each other take more
         words += ["--batch", "16", "--games", "64"]
         environment["OMP_NUM_THREADS"] = "1"
-    if subprocess.run(words, env=environment, preexec_fn=_with_us).returncode:
+    if subprocess.run(words, env=environment, preexec_fn=WITH_PARENT).returncode:
         raise SystemExit("the model to start from could not be made; see above")
     part.rename(given.model)
 
@@ -552,7 +551,7 @@ def check_labels(arm: Arm, given: argparse.Namespace, bucket: SeaweedFS) -> None
     variables = {**_environment(), **bucket.environment}
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, preexec_fn=_with_us
+            words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, preexec_fn=WITH_PARENT
         )
     except subprocess.TimeoutExpired:
         print(f"labels were not checked within {PATIENCE_S:.0f} s", flush=True)

@@ -64,7 +64,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=self._environment, start_new_session=True,
-                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=WITH_PARENT,
             )  # fmt: skip
         self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
@@ -175,6 +175,9 @@ _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends."""
+def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+WITH_PARENT = _die_with_parent if sys.platform == "linux" else None
+"""A `preexec_fn` by which a process is killed when the one that started it ends. Only Linux can do that."""

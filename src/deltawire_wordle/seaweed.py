@@ -26,7 +26,7 @@ from pathlib import Path
 from deltawire.errors import DeltawireError, MissingExtra
 from deltawire.store import ObjectStore
 
-from .processes import die_with_parent
+from .processes import WITH_PARENT
 
 BUCKET = "deltawire"
 """Created at the start: SeaweedFS may fail if several writers are the first in a bucket."""
@@ -188,7 +188,7 @@ class SeaweedFS:
         with open(self.folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=temporary,
-                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=WITH_PARENT,
             )  # fmt: skip
 
     def _answers(self) -> bool:

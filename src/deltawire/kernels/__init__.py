@@ -187,7 +187,7 @@ def place(
     `ranks` and `steps` may be overwritten: the change takes their memory. All units of the plan have one width: no
     kernel is compiled for others.
     """
-    if np.unique(plan.unit).size > 1:
+    if plan.tiles and plan.unit.min() < plan.unit.max():
         raise ValueError("the plan has units of several widths; place those of each width apart")
     if tuple(counts.shape) != (plan.tiles, CLASSES):
         raise ValueError(f"counts are {tuple(counts.shape)}, the plan needs {(plan.tiles, CLASSES)}")

@@ -81,12 +81,11 @@ class LoadingAdapter(threading.Thread, ABC):
 
     @staticmethod
     def reserve(size: int, count: int) -> None:
-        """Have torch keep so many buffers of pinned memory for `arranged`. The device stands still while memory is
-        pinned, which no later version is to cause."""
+        """Pin so many buffers for `arranged` and leave them to torch, which keeps them: pinning one for a later version
+        would hold up the model for tens of milliseconds."""
         import torch
 
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        # torch keeps what is freed
         del buffers
 
     def run(self) -> None:

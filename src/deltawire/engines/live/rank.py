@@ -131,7 +131,8 @@ class Rank:
         self._shard: LiveShard | None = None
         """None where memory could not be mapped."""
         self._storages: dict[int, str] = {}
-        """The memory that the pieces of the shard lie in, and of each a tensor that does: experts have thousands."""
+        """Of each storage that has pieces of the shard, the name of a tensor in it. Thousands of experts share a few
+        storages."""
         self._spare: tuple[Piece, ...] = ()
         """Weights of the run that no model computes with, beside the models."""
         self._groups: tuple[int, ...] = ()
