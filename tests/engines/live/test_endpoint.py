@@ -77,7 +77,8 @@ class Server:
     def stop(self) -> None:
         REGISTRY.unregister(self.plugin.metrics)
         if self.plugin.follower is not None:
-            self.plugin.follower.stop()
+            # its thread would log into other tests
+            self.plugin.follower.stop(60)
         if self.plugin.elsewhere is not None:
             self._run(self.plugin.elsewhere.close())
 
